@@ -1,0 +1,171 @@
+"""The engine's face: token ids in, token ids out.
+
+An engine knows neither text nor HTTP nor Ray. `serve_app` talks to it through `Engine` alone, so a second engine
+(another runtime, or the deterministic one in `fake.py`) can stand behind the same service.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from engines.errors import EngineError
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended: STOP when the last token is one of the request's stop ids, LENGTH at `max_tokens`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Values are checked by whoever builds it; the engine trusts them.
+
+    `temperature` 0 is greedy. `top_k` 0 keeps all tokens. `seed` fixes every draw of the request, whatever else is
+    in the batch. `max_tokens` 0 scores the prompt without generating (with `prompt_logprobs`).
+    `logprobs` / `prompt_logprobs`: how many of the most likely alternatives to report (0 = the token itself only),
+    None for no log-probabilities at all.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter by content: `digest` of its config and weights, `directory` where that content lay last.
+
+    Every cache is keyed by the digest. The engine checks it against what it reads and raises `AdapterChanged` when the
+    directory holds something else by then.
+    """
+
+    digest: str
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One generation. `tenant` is whom it is accounted to: waiting requests are served fairly across tenants and
+    adapters.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: Adapter | None = None
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token under the temperature-scaled distribution (temperature 0: unscaled), before top-k
+    and top-p, and `top`: the N most likely (token id, log-probability), most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one engine step produced for one request.
+
+    `logprobs` has one entry per token when they were asked for, else none. `finish_reason` is set on the last delta of
+    a request; with STOP the last token is the stop token. `cached_tokens` (prompt tokens taken from the prefix cache)
+    and `prompt_logprobs` (one per prompt token, the first None) are set on the first delta only.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One request's share of a step: tokens, or the error that ended it."""
+
+    request_id: str
+    event: TokenDelta | EngineError
+
+
+class OutputSink(Protocol):
+    """Takes the outputs of a step for the requests that were submitted with it.
+
+    Called once per step on the thread of the event loop that started the engine, so a transport can write one frame
+    per step, whatever the number of requests.
+    """
+
+    def deliver(self, outputs: Sequence[Output]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the service needs to know of the loaded model. `context_length` in tokens, prompt and completion."""
+
+    vocab_size: int
+    context_length: int
+    kv_capacity_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot, cheap enough to take every second. Counters only grow while the engine lives.
+
+    `stalled_s`: seconds since the last finished step while there was work to do, 0 when idle. It is what readiness is
+    judged by. `adapters` holds the digests in device slots, least recently used first.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    adapter_slots_total: int = 0
+    adapter_slots_pinned: int = 0
+    adapters: tuple[str, ...] = ()
+    stalled_s: float = 0.0
+    failed: bool = False
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """What the service asks of an engine. All methods are called from the event loop that ran `start`."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    async def start(self) -> None:
+        """Load the model and begin stepping. Raises `ModelRefused` when it would not be computed exactly."""
+
+    async def close(self) -> None:
+        """End every request with `EngineStopped`, free everything, join the loop's thread."""
+
+    def submit(self, request: GenerateRequest, sink: OutputSink) -> None:
+        """Queue a request; its outputs reach `sink` until one has a `finish_reason` or is an error.
+
+        Raises `RequestRefused`, `QueueFull` or `EngineStopped` at once, in which case nothing was queued.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """End a request without further output and free what it holds; unknown or finished ids are ignored."""
+
+    async def warm(self, adapter: Adapter) -> None:
+        """Load an adapter before its first request. Raises an `AdapterError`."""
+
+    def stats(self) -> EngineStats: ...

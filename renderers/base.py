@@ -1,0 +1,74 @@
+"""What a renderer is: both directions of one model family.
+
+Messages become token ids by the model's own chat template; token ids become reasoning, text and tool calls by a strict
+incremental parser of our own. A reply flows
+
+    token ids -> Detokenizer -> Piece -> StopMatcher -> Piece -> ReplyParser -> Delta
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from renderers.deltas import Delta, Piece
+from renderers.messages import Conversation, Effort, Tool
+
+
+class RenderError(ValueError):
+    """The conversation cannot be rendered for this model: the caller's fault. `param` is the request field."""
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message, param)
+        self.message = message
+        self.param = param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ReplyEnd(StrEnum):
+    """How a reply ended: at the model's end token, or cut (by length, by a stop string or by a caller's stop id)."""
+
+    END = "end"
+    CUT = "cut"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """Token ids of a prompt, and the text that it already put into the assistant's mouth (a prefilled `<think>`)."""
+
+    token_ids: tuple[int, ...]
+    prefill: str = ""
+
+
+class ReplyParser(Protocol):
+    """Parses one reply, in any chunking: the concatenation per field does not depend on it."""
+
+    def feed(self, pieces: Sequence[Piece]) -> list[Delta]: ...
+
+    def finish(self, end: ReplyEnd) -> list[Delta]:
+        """Flush what was held back. Call once, last."""
+
+
+class Renderer(Protocol):
+    """One family, bound to one tokenizer and template. Thread-safe and stateless after construction."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether calls are parsed out of replies."""
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The model's own end tokens; they always stop a reply."""
+
+    def check_effort(self, effort: Effort | None) -> None:
+        """Raise `RenderError` (param `reasoning_effort`), listing the accepted values, if the family does not take it."""
+
+    def render(self, conversation: Conversation) -> RenderedPrompt:
+        """Raises `RenderError`, with the template's own message where the template refuses."""
+
+    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> ReplyParser: ...
