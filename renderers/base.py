@@ -66,7 +66,7 @@ class Renderer(Protocol):
         """The model's own end tokens; they always stop a reply."""
 
     def check_effort(self, effort: Effort | None) -> None:
-        """Raise `RenderError` (param `reasoning_effort`), listing the accepted values, if the family does not take it."""
+        """Raise `RenderError` (param `reasoning_effort`) that lists the accepted values, if this is not one of them."""
 
     def render(self, conversation: Conversation) -> RenderedPrompt:
         """Raises `RenderError`, with the template's own message where the template refuses."""
