@@ -1,0 +1,233 @@
+"""What the ingress serves, as frozen values; the only reader of the environment.
+
+`ServiceConfig` is the `user_config` of the ingress deployment in config.yaml. It can be replaced while the service
+runs. Unknown keys and bad values are refused with one sentence that names the path of the key and the value. Sizes are
+in bytes, times in seconds, lengths in tokens unless a name says otherwise. All that is set here, with its defaults:
+
+    user_config:
+      models:                                # the base models; required, at least one
+        - id: Qwen/Qwen3-8B                  # what clients put in `model`; required; no ":", ";", "/ep/" or spaces
+          app: qwen3-8b                      # the Serve application whose replicas run it; required
+          source: /models/qwen3-8b           # folder or hub id: tokenizer, chat template, config.json; required
+          renderer: null                     # a name of renderers/registry.py; null: found from tokenizer and template
+          context_length: null               # tokens, prompt and completion; null: max_position_embeddings of source
+          variants: {"peft:131072": 131072}  # "<id>:peft:131072" is this model with that context length; default none
+          allow_checkpoint_chat_template: false  # whether a checkpoint's own chat_template.jinja is used; off: it is
+                                             # code that the owner of a checkpoint would run in this process
+          owned_by: roundhouse               # shown by GET /models
+      checkpoints:
+        roots: [/checkpoints, "s3://b/runs"] # where tinker:// paths are looked up, in order; default none
+        cache_directory: null                # local copies of remote checkpoints; null: a folder under the user's cache
+        cache_bytes: 53687091200             # bound of that folder
+      keys:                                  # who may call; default nobody
+        - name: ci                           # shown in logs and metrics; required, unique
+          sha256: 5e88…                      # exactly one of the three: the key's SHA-256 in hex,
+          env: CI_API_KEY                    # an environment variable of the ingress that holds the key,
+          file: /run/secrets/ci              # or a file that holds it
+          models: null                       # base ids that it may use, checkpoints on them included; null: all
+          owner: alice                       # whose private checkpoints it may use; default none
+          expires_at: 2031-01-01T00:00:00Z   # default never
+          limits: {concurrency: 64}          # any of the three of `limits.per_key`, for this key
+      limits:
+        body_bytes: 33554432                 # larger request bodies are refused (413)
+        body_timeout_s: 30                   # a body that takes longer is refused (400)
+        json_depth: 64                       # nesting of the body
+        messages: 4096                       # per request
+        tools: 512                           # per request
+        stop_sequences: 256                  # per request
+        stop_length: 1024                    # characters of one stop string
+        logit_bias_entries: 1024             # per request
+        first_token_timeout_s: 120           # then 503
+        total_timeout_s: 3600                # then 503, or an error event in a stream
+        per_key:                             # null: no limit
+          concurrency: 256                   # requests at the same time
+          requests_per_minute: null
+          tokens_per_minute: null            # prompt and completion tokens
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from serve_app.errors import ConfigRefused
+
+_SHOWN_CHARACTERS = 80
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+
+def _model_name(value: str) -> str:
+    if not value or re.search(r"[:;\s]|/ep/", value) or not value.isprintable():
+        raise ValueError('must be a name without ":", ";", "/ep/" or spaces')
+    return value
+
+
+def _variant(value: str) -> str:
+    if not value or re.search(r"[;\s]|/ep/", value) or not value.isprintable():
+        raise ValueError('must be a name without ";", "/ep/" or spaces')
+    return value
+
+
+Tokens = Annotated[int, Field(ge=1, le=2**31)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False, strict=False)]
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class ModelConfig(_Section):
+    """One base model of the catalogue."""
+
+    id: Annotated[str, AfterValidator(_model_name)]
+    app: Text
+    source: Text
+    renderer: Text | None = None
+    context_length: Tokens | None = None
+    variants: Mapping[Annotated[str, AfterValidator(_variant)], Tokens] = {}
+    allow_checkpoint_chat_template: bool = False
+    owned_by: Text = "roundhouse"
+
+
+class CheckpointsConfig(_Section):
+    """Where checkpoints are looked up, and the bounded local cache of the remote ones."""
+
+    roots: tuple[Text, ...] = Field(default=(), strict=False)
+    cache_directory: Text | None = None
+    cache_bytes: Annotated[int, Field(ge=0)] = 50 * 2**30
+
+
+class KeyLimits(_Section):
+    """What one key may use; None is no limit."""
+
+    concurrency: Count | None = None
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+
+
+class KeyConfig(_Section):
+    """One caller. The key itself stands nowhere in the configuration: its hash, or where to read it."""
+
+    name: Text
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
+    env: Text | None = None
+    file: Text | None = None
+    models: tuple[Text, ...] | None = Field(default=None, strict=False)
+    owner: Text | None = None
+    expires_at: AwareDatetime | None = Field(default=None, strict=False)
+    limits: KeyLimits = KeyLimits()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if sum(source is not None for source in (self.sha256, self.env, self.file)) != 1:
+            raise ValueError("must have exactly one of sha256, env and file")
+        return self
+
+
+class LimitsConfig(_Section):
+    """Bounds on what a caller can make the service do."""
+
+    body_bytes: Count = 32 * 2**20
+    body_timeout_s: Seconds = 30.0
+    json_depth: Annotated[int, Field(ge=8, le=200)] = 64
+    messages: Count = 4096
+    tools: Count = 512
+    stop_sequences: Count = 256
+    stop_length: Count = 1024
+    logit_bias_entries: Count = 1024
+    first_token_timeout_s: Seconds = 120.0
+    total_timeout_s: Seconds = 3600.0
+    per_key: KeyLimits = KeyLimits(concurrency=256)
+
+
+class ServiceConfig(_Section):
+    """All of the above."""
+
+    models: Annotated[tuple[ModelConfig, ...], Field(min_length=1, strict=False)]
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    keys: tuple[KeyConfig, ...] = Field(default=(), strict=False)
+    limits: LimitsConfig = LimitsConfig()
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        _refuse_repeated("models[].id", [model.id for model in self.models])
+        _refuse_repeated("keys[].name", [key.name for key in self.keys])
+        known = {model.id for model in self.models}
+        for index, key in enumerate(self.keys):
+            for name in key.models or ():
+                if name not in known:
+                    raise ValueError(f"keys[{index}].models names {name!r}, which is not the id of a model")
+        return self
+
+
+def parse_config(raw: object) -> ServiceConfig:
+    """Check a configuration as it came out of YAML. Raises `ConfigRefused` with one sentence."""
+    try:
+        return ServiceConfig.model_validate(raw)
+    except ValidationError as exc:
+        raise ConfigRefused(_sentence(exc.errors()[0])) from exc
+
+
+def key_digest(key: KeyConfig) -> bytes:
+    """SHA-256 of the key, read from where its configuration says. Raises `ConfigRefused`."""
+    if key.sha256 is not None:
+        return bytes.fromhex(key.sha256)
+    if key.env is not None:
+        place = f"the environment variable {key.env!r}"
+        secret = os.environ.get(key.env, "")  # noqa: TID251 - the one place that the rule sends everybody to
+    else:
+        assert key.file is not None
+        place = f"the file {key.file!r}"
+        try:
+            secret = Path(key.file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigRefused(f"The key {key.name!r} cannot be read from {place}.") from exc
+    if not secret.strip():
+        raise ConfigRefused(f"The key {key.name!r} is empty in {place}.")
+    return hashlib.sha256(secret.strip().encode()).digest()
+
+
+def is_expired(key: KeyConfig, now: datetime) -> bool:
+    return key.expires_at is not None and now >= key.expires_at
+
+
+def _refuse_repeated(path: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{path} must be unique, got {name!r} twice")
+
+
+def _sentence(error: ErrorDetails) -> str:
+    path = _path(error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{path} is not a known key, got {_shown(error)}."
+    if error["type"] == "missing":
+        return f"{path} is required."
+    message = error["msg"].removeprefix("Value error, ")
+    message = re.sub(r"^(Input|String|List|Tuple|Value) should ", "must ", message)
+    if not path:  # of the whole: either its own sentence, or the type of the top level
+        return f"The configuration {message}." if message.startswith("must ") else f"{message}."
+    return f"{path} {message}, got {_shown(error)}."
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        if part == "[key]":  # how pydantic marks that a key of a mapping is at fault, not its value
+            continue
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".")
+
+
+def _shown(error: ErrorDetails) -> str:
+    if error["loc"] and error["loc"][-1] == "sha256":
+        return f"{len(str(error['input']))} characters"  # somebody may have put the key itself there
+    shown = repr(error["input"])
+    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "…"

@@ -1,0 +1,237 @@
+"""What can go wrong in the service, and the one table that says what each becomes in HTTP.
+
+    ServiceError
+    ├── ConfigRefused              the configuration; never reaches a caller
+    ├── RequestError               the caller's fault
+    │   ├── InvalidRequest             a field of the request, named by `param`
+    │   ├── NotAuthenticated           no key, or not a valid one
+    │   ├── NotFound                   a path
+    │   ├── ModelNotFound              a base model or checkpoint that is not there, or not for this key
+    │   ├── MethodNotAllowed
+    │   ├── BodyTooLarge
+    │   ├── UnsupportedMediaType
+    │   └── ReplyRefused               the reply broke `tool_choice` or `parallel_tool_calls`
+    ├── LimitReached               the key's limits; nothing was run
+    ├── CheckpointError
+    │   ├── CheckpointNotFound         not there, expired, or private to someone else
+    │   ├── CheckpointIncomplete       still being written
+    │   ├── CheckpointRefused          its files cannot be served; the message names the file or field
+    │   └── CheckpointUnavailable      its store does not answer
+    └── ServingError               ours
+        ├── NoReplica                  no replica of the model is up, or it is draining
+        ├── ReplicaLost                a replica died with this request
+        ├── FirstTokenTimeout
+        └── TotalTimeout
+
+Every error body has one shape, at every status and in a stream:
+`{"error": {"message", "type", "param", "code"}}`. Plain classes with positional arguments, so that they survive
+pickling between processes. No message holds prompt or completion text.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from engines import errors as engine_errors
+from renderers.base import RenderError
+
+MAX_RETRY_AFTER_S = 30
+
+
+class ServiceError(Exception):
+    """Base of all errors of the service; the first argument is the message."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ConfigRefused(ServiceError):
+    """The configuration cannot be used; one sentence that names the key and the value."""
+
+
+class RequestError(ServiceError):
+    """The caller's fault. `param` is the request field, `code` says more than the status where that helps."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param, code)
+        self.param = param
+        self.code = code
+
+
+class InvalidRequest(RequestError):
+    """The request cannot be served as it is; the message names field, limit and value."""
+
+
+class NotAuthenticated(RequestError):
+    """No key, or not a valid one."""
+
+
+class NotFound(RequestError):
+    """No such path."""
+
+
+class ModelNotFound(RequestError):
+    """No such model or checkpoint, or not for this key: which of the two is not revealed."""
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, with another method."""
+
+
+class BodyTooLarge(RequestError):
+    """The body is over the limit."""
+
+
+class UnsupportedMediaType(RequestError):
+    """The body is not plain JSON."""
+
+
+class ReplyRefused(RequestError):
+    """The model's reply broke a rule that the request set."""
+
+
+class LimitReached(ServiceError):
+    """A limit of the key; `retry_after_s` says when another try can succeed."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+
+class CheckpointError(ServiceError):
+    """Base of the errors about one checkpoint."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """No such checkpoint, or an expired one, or someone else's."""
+
+
+class CheckpointIncomplete(CheckpointError):
+    """The checkpoint is still being written; worth another try in a second."""
+
+
+class CheckpointRefused(CheckpointError):
+    """The checkpoint's files cannot be served; the message names the file or field."""
+
+
+class CheckpointUnavailable(CheckpointError):
+    """The store does not answer; worth another try."""
+
+
+class ServingError(ServiceError):
+    """Ours; another try may succeed."""
+
+
+class NoReplica(ServingError):
+    """No replica of the model is up, or it is draining."""
+
+
+class ReplicaLost(ServingError):
+    """The replica died or became unreachable with this request."""
+
+
+class FirstTokenTimeout(ServingError):
+    """No token came in time."""
+
+
+class TotalTimeout(ServingError):
+    """The request took longer than any may."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """An error as HTTP shows it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One line of the table. `message` replaces the error's own where that is not for callers to read."""
+
+    status: int
+    type: str
+    code: str | None = None
+    message: str | None = None
+    retry_after_s: int | None = None
+
+
+_INVALID = "invalid_request_error"
+_RATE = "rate_limit_error"
+_SERVER = "server_error"
+_NEVER_RETRY = MappingProxyType({"x-should-retry": "false"})
+
+_TABLE: Mapping[type[Exception], _Row] = {
+    InvalidRequest: _Row(400, _INVALID),
+    RenderError: _Row(400, _INVALID),
+    engine_errors.RequestRefused: _Row(400, _INVALID),
+    NotAuthenticated: _Row(401, "authentication_error", "invalid_api_key"),
+    NotFound: _Row(404, _INVALID, "not_found"),
+    ModelNotFound: _Row(404, _INVALID, "model_not_found"),
+    CheckpointNotFound: _Row(404, _INVALID, "model_not_found"),
+    CheckpointIncomplete: _Row(404, _INVALID, "checkpoint_incomplete", retry_after_s=1),
+    MethodNotAllowed: _Row(405, _INVALID, "method_not_allowed"),
+    BodyTooLarge: _Row(413, _INVALID, "request_too_large"),
+    UnsupportedMediaType: _Row(415, _INVALID, "unsupported_media_type"),
+    ReplyRefused: _Row(422, _INVALID, "tool_choice_violated"),
+    CheckpointRefused: _Row(422, _INVALID, "checkpoint_refused"),
+    engine_errors.AdapterRefused: _Row(422, _INVALID, "checkpoint_refused"),
+    LimitReached: _Row(429, _RATE, "rate_limit_exceeded"),
+    engine_errors.QueueFull: _Row(429, _RATE, "overloaded", "The model is overloaded; try again.", 2),
+    NoReplica: _Row(503, _SERVER, "unavailable", "No replica of this model is available now; try again.", 2),
+    ReplicaLost: _Row(503, _SERVER, "unavailable", "The replica that served this request was lost; try again.", 1),
+    engine_errors.EngineStopped: _Row(503, _SERVER, "unavailable", "The replica is stopping; try again.", 1),
+    engine_errors.AdapterChanged: _Row(503, _SERVER, "checkpoint_changed", "The checkpoint changed; try again.", 1),
+    engine_errors.AdapterUnavailable: _Row(
+        503, _SERVER, "checkpoint_unavailable", "The checkpoint could not be loaded now; try again.", 2
+    ),
+    CheckpointUnavailable: _Row(
+        503, _SERVER, "checkpoint_unavailable", "The checkpoint store does not answer; try again.", 2
+    ),
+    FirstTokenTimeout: _Row(503, _SERVER, "timeout", retry_after_s=5),
+    TotalTimeout: _Row(503, _SERVER, "timeout"),
+    engine_errors.NonFiniteLogits: _Row(500, _SERVER, "non_finite_logits", "The model computed NaN or infinity."),
+}
+_OURS = _Row(500, _SERVER, "internal_error", "The service failed on this request.")
+
+
+def to_http(exc: BaseException) -> HttpError:
+    """The one way from an exception to a response. What is not in the table is a fault of ours: 500 without detail."""
+    row = next((_TABLE[kind] for kind in type(exc).__mro__ if kind in _TABLE), _OURS)
+    headers = _retry_headers(exc, row)
+    message = row.message or str(exc)
+    return HttpError(row.status, message, row.type, _param(exc), _code(exc) or row.code, headers)
+
+
+def is_ours(exc: BaseException) -> bool:
+    """Whether this is a fault of the service that an operator must see with its traceback."""
+    return to_http(exc).status == 500
+
+
+def _retry_headers(exc: BaseException, row: _Row) -> Mapping[str, str]:
+    if row.status == 500 or isinstance(exc, TotalTimeout):
+        return _NEVER_RETRY
+    if isinstance(exc, LimitReached):
+        return {"retry-after": str(min(MAX_RETRY_AFTER_S, max(1, -int(-exc.retry_after_s // 1))))}
+    return {} if row.retry_after_s is None else {"retry-after": str(row.retry_after_s)}
+
+
+def _param(exc: BaseException) -> str | None:
+    if isinstance(exc, RequestError | RenderError):
+        return exc.param
+    if isinstance(exc, engine_errors.RequestRefused):
+        return exc.field
+    is_checkpoint = isinstance(exc, CheckpointError | engine_errors.AdapterError)
+    return "model" if is_checkpoint else None
+
+
+def _code(exc: BaseException) -> str | None:
+    return exc.code if isinstance(exc, RequestError) else None
