@@ -29,9 +29,8 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
           expires_at: 2031-01-01T00:00:00Z   # default never
           limits: {concurrency: 64}          # any of the three of `limits.per_key`, for this key
       limits:
-        body_bytes: 33554432                 # larger request bodies are refused (413)
+        body_bytes: 16777216                 # larger request bodies are refused (413)
         body_timeout_s: 30                   # a body that takes longer is refused (400)
-        json_depth: 64                       # nesting of the body
         messages: 4096                       # per request
         tools: 512                           # per request
         stop_sequences: 256                  # per request
@@ -54,11 +53,9 @@ from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from serve_app.errors import ConfigRefused
-
-_SHOWN_CHARACTERS = 80
+from serve_app.sentence import Complaint, explain
 
 
 class _Section(BaseModel):
@@ -67,13 +64,13 @@ class _Section(BaseModel):
 
 def _model_name(value: str) -> str:
     if not value or re.search(r"[:;\s]|/ep/", value) or not value.isprintable():
-        raise ValueError('must be a name without ":", ";", "/ep/" or spaces')
+        raise Complaint('must be a name without ":", ";", "/ep/" or spaces', value)
     return value
 
 
 def _variant(value: str) -> str:
     if not value or re.search(r"[;\s]|/ep/", value) or not value.isprintable():
-        raise ValueError('must be a name without ";", "/ep/" or spaces')
+        raise Complaint('must be a name without ";", "/ep/" or spaces', value)
     return value
 
 
@@ -126,17 +123,17 @@ class KeyConfig(_Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if sum(source is not None for source in (self.sha256, self.env, self.file)) != 1:
-            raise ValueError("must have exactly one of sha256, env and file")
+        given = [name for name in ("sha256", "env", "file") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise Complaint("must have exactly one of sha256, env and file", given)
         return self
 
 
 class LimitsConfig(_Section):
     """Bounds on what a caller can make the service do."""
 
-    body_bytes: Count = 32 * 2**20
+    body_bytes: Count = 16 * 2**20
     body_timeout_s: Seconds = 30.0
-    json_depth: Annotated[int, Field(ge=8, le=200)] = 64
     messages: Count = 4096
     tools: Count = 512
     stop_sequences: Count = 256
@@ -157,13 +154,13 @@ class ServiceConfig(_Section):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
-        _refuse_repeated("models[].id", [model.id for model in self.models])
-        _refuse_repeated("keys[].name", [key.name for key in self.keys])
+        _refuse_repeated("models", "id", [model.id for model in self.models])
+        _refuse_repeated("keys", "name", [key.name for key in self.keys])
         known = {model.id for model in self.models}
         for index, key in enumerate(self.keys):
-            for name in key.models or ():
+            for position, name in enumerate(key.models or ()):
                 if name not in known:
-                    raise ValueError(f"keys[{index}].models names {name!r}, which is not the id of a model")
+                    raise Complaint("must be the id of a model", name, f"keys[{index}].models[{position}]")
         return self
 
 
@@ -172,7 +169,7 @@ def parse_config(raw: object) -> ServiceConfig:
     try:
         return ServiceConfig.model_validate(raw)
     except ValidationError as exc:
-        raise ConfigRefused(_sentence(exc.errors()[0])) from exc
+        raise ConfigRefused(explain(exc.errors()[0], "The configuration")[1]) from exc
 
 
 def key_digest(key: KeyConfig) -> bytes:
@@ -198,36 +195,7 @@ def is_expired(key: KeyConfig, now: datetime) -> bool:
     return key.expires_at is not None and now >= key.expires_at
 
 
-def _refuse_repeated(path: str, names: list[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{path} must be unique, got {name!r} twice")
-
-
-def _sentence(error: ErrorDetails) -> str:
-    path = _path(error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"{path} is not a known key, got {_shown(error)}."
-    if error["type"] == "missing":
-        return f"{path} is required."
-    message = error["msg"].removeprefix("Value error, ")
-    message = re.sub(r"^(Input|String|List|Tuple|Value) should ", "must ", message)
-    if not path:  # of the whole: either its own sentence, or the type of the top level
-        return f"The configuration {message}." if message.startswith("must ") else f"{message}."
-    return f"{path} {message}, got {_shown(error)}."
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    path = ""
-    for part in location:
-        if part == "[key]":  # how pydantic marks that a key of a mapping is at fault, not its value
-            continue
-        path += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return path.removeprefix(".")
-
-
-def _shown(error: ErrorDetails) -> str:
-    if error["loc"] and error["loc"][-1] == "sha256":
-        return f"{len(str(error['input']))} characters"  # somebody may have put the key itself there
-    shown = repr(error["input"])
-    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "…"
+def _refuse_repeated(section: str, field: str, names: list[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise Complaint("must be unique", name, f"{section}[{index}].{field}")
