@@ -1,0 +1,93 @@
+"""The reference backend: gather whole blocks, then torch's scaled dot product attention. Runs on every device.
+
+On the CPU gathering blocks and packing the query heads of a KV head as rows was 1.2 to 1.9 times faster than gathering
+single slots. K and V are always read in whole blocks of a multiple of 16 tokens: then the bits of a row do not depend
+on the others in the batch.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from engines.attention.interface import Attention
+from engines.batch import DecodeRows, Span, StepBatch
+from engines.kv_cache import KVCache
+
+
+class SdpaBackend:
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention, batch: StepBatch
+    ) -> torch.Tensor:
+        keys, values = self._cache.k[attention.layer], self._cache.v[attention.layer]
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, batch.kv_slots, k)
+        values.view(-1, *values.shape[2:]).index_copy_(0, batch.kv_slots, v)
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        if batch.decode is not None:
+            n = batch.decode.kv_lens.shape[0]
+            out[:n] = _decode(q[:n], keys, values, attention, batch.decode)
+        for span in batch.spans:
+            rows = slice(span.start, span.start + span.length)
+            out[rows] = _prefill(q[rows], keys, values, attention, span)
+        return out
+
+
+def _decode(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, rows: DecodeRows
+) -> torch.Tensor:
+    n, width = rows.block_tables.shape
+    kv_heads = keys.shape[2]
+    flat = rows.block_tables.flatten()
+    k = keys.index_select(0, flat).view(n, width * keys.shape[1], kv_heads, -1).transpose(1, 2)
+    v = values.index_select(0, flat).view(n, width * keys.shape[1], kv_heads, -1).transpose(1, 2)
+    position = torch.arange(k.shape[2], device=q.device)
+    mask = position < rows.kv_lens[:, None]
+    if attention.window:
+        mask &= position >= rows.kv_lens[:, None] - attention.window
+    heads = q.shape[1]
+    q = q.view(n, kv_heads, heads // kv_heads, -1)
+    return _softmax_attention(q, k, v, mask[:, None, None], attention).reshape(n, heads, -1)
+
+
+def _prefill(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, span: Span
+) -> torch.Tensor:
+    length, heads, k_dim = q.shape
+    kv_heads = keys.shape[2]
+    group = heads // kv_heads
+    k = keys.index_select(0, span.block_table).flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, S, k_dim]
+    v = values.index_select(0, span.block_table).flatten(0, 1).transpose(0, 1)[None]
+    mine = torch.arange(span.kv_len - length, span.kv_len, device=q.device)[:, None]
+    theirs = torch.arange(k.shape[2], device=q.device)
+    mask = theirs <= mine
+    if attention.window:
+        mask &= theirs > mine - attention.window
+    # The query heads of one KV head become rows of one matrix: [1, kv_heads, group * length, k_dim].
+    packed = q.view(length, kv_heads, group, k_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * length, k_dim)
+    out = _softmax_attention(packed, k, v, mask.repeat(group, 1)[None, None], attention, rows_per_head=length)
+    return out.view(kv_heads, group, length, -1).permute(2, 0, 1, 3).reshape(length, heads, -1)
+
+
+def _softmax_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    attention: Attention,
+    rows_per_head: int = 1,
+) -> torch.Tensor:
+    """q [n, kv_heads, group * rows, k_dim], k and v [n, kv_heads, S, dim], mask broadcastable."""
+    if attention.softcap is None and attention.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scale)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * attention.scale
+    if attention.softcap is not None:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if attention.sinks is None:
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32)
+    else:
+        sinks = attention.sinks.to(scores.dtype).view(1, k.shape[1], -1, 1).repeat_interleave(rows_per_head, dim=2)
+        with_sink = torch.cat([scores, sinks.expand(scores.shape[0], -1, -1, 1)], dim=-1)
+        weights = F.softmax(with_sink, dim=-1, dtype=torch.float32)[..., :-1]
+    return torch.matmul(weights.to(v.dtype), v)

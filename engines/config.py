@@ -1,0 +1,76 @@
+"""How one engine is set up: a frozen value, checked when it is made."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+AttentionName = Literal["auto", "sdpa", "native"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Raises `ValueError` naming field, limit and value.
+
+    `source`: a folder, a hub id or a `.gguf` file. `context_length` None: the model's own. `kv_cache_bytes` None: the
+    share `memory_fraction` of the memory that is free once the weights are loaded. `max_step_tokens`: prompt tokens
+    computed per step while nothing is being decoded; `max_step_tokens_decoding`: the same while others decode, which
+    bounds how long a prefill can hold up the next token of the others. `adapter_bytes`: budget for the weights of
+    loaded adapters; `max_adapters`: how many may be loaded at once; those beyond wait in a fair order. `exact`: results
+    are bit-equal whatever the company and chunking (float32). `threads` None: the cores this process may use.
+    """
+
+    source: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: DType = "auto"
+    device: str = "auto"
+    context_length: int | None = None
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    memory_fraction: float = 0.5
+    prefix_cache: bool = True
+    max_running: int = 64
+    max_waiting: int = 1024
+    max_step_tokens: int = 1024
+    max_step_tokens_decoding: int = 256
+    max_adapters: int = 256
+    max_adapter_rank: int = 64
+    adapter_bytes: int = 4 << 30
+    max_adapter_file_bytes: int = 2 << 30
+    adapter_loaders: int = 2
+    adapter_load_timeout_s: float = 60.0
+    attention: AttentionName = "auto"
+    exact: bool = False
+    threads: int | None = None
+    self_test: bool = True
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be greater than 0, not {value!r}.")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction must be in (0, 1], not {self.memory_fraction!r}.")
+        if self.block_size % 16:
+            raise ValueError(f"block_size must be a multiple of 16, not {self.block_size!r}.")
+        if not self.source:
+            raise ValueError("source must name a folder, a hub id or a .gguf file, not ''.")
+        if self.exact and self.dtype not in ("float32", "auto"):
+            raise ValueError(f"exact needs dtype float32, not {self.dtype!r}.")
+
+
+_POSITIVE = (
+    "context_length",
+    "kv_cache_bytes",
+    "max_running",
+    "max_waiting",
+    "max_step_tokens",
+    "max_step_tokens_decoding",
+    "max_adapters",
+    "max_adapter_rank",
+    "adapter_bytes",
+    "max_adapter_file_bytes",
+    "adapter_loaders",
+    "adapter_load_timeout_s",
+    "threads",
+)

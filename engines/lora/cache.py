@@ -1,0 +1,220 @@
+"""Which adapters are loaded, and which of them sit in a device slot.
+
+Two tiers: host memory (least recently used first out, within a bytes budget) and slots on the device (least recently
+used first out, pinned while a running sequence uses them). Everything is keyed by the adapter's digest, so two paths
+with the same content share one load, and a path whose content was replaced is another adapter.
+
+Loading happens on own threads, one load per digest, in the order in which adapters were first wanted. An adapter that
+some request wants is never evicted; a load waits while the wanted ones fill the budget, so a small budget makes
+requests wait, not fail.
+"""
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engines.errors import AdapterError, AdapterRefused, AdapterUnavailable
+from engines.lora.weights import AdapterWeights
+from engines.protocol import Adapter
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED_REFUSALS = 1024
+
+
+class SlotModules(Protocol):
+    """The model's modules, as far as adapters go. Called on the loop's thread only, between steps."""
+
+    def install(self, slot: int, weights: AdapterWeights) -> None:
+        """Raises `AdapterRefused` when the model cannot apply them; then the slot is empty."""
+
+    def remove(self, slot: int) -> None: ...
+
+
+@dataclass(slots=True)
+class AdapterCounters:
+    loads: int = 0
+    load_seconds: float = 0.0
+    evictions: int = 0
+    refusals: int = 0
+
+
+@dataclass(slots=True)
+class _Load:
+    adapter: Adapter
+    future: "Future[AdapterWeights]"
+    started: float
+
+
+@dataclass(slots=True)
+class AdapterCache:
+    """Owned by the loop's thread; `on_loaded` is called from a loader's thread."""
+
+    load: Callable[[Adapter], AdapterWeights]
+    modules: SlotModules
+    max_slots: int
+    byte_budget: int
+    loaders: int
+    timeout_s: float
+    on_loaded: Callable[[], None]
+    counters: AdapterCounters = field(default_factory=AdapterCounters)
+    _executor: ThreadPoolExecutor = field(init=False)
+    _host: "OrderedDict[str, AdapterWeights]" = field(default_factory=OrderedDict)
+    _slots: "OrderedDict[str, int]" = field(default_factory=OrderedDict)
+    _free_slots: list[int] = field(init=False)
+    _pins: dict[int, int] = field(default_factory=dict)
+    _wants: dict[str, int] = field(default_factory=dict)
+    _queue: deque[Adapter] = field(default_factory=deque)
+    _loading: dict[str, _Load] = field(default_factory=dict)
+    _refused: "OrderedDict[str, AdapterError]" = field(default_factory=OrderedDict)
+    _failed: dict[str, AdapterError] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._executor = ThreadPoolExecutor(self.loaders, thread_name_prefix="adapter-load")
+        self._free_slots = list(range(self.max_slots - 1, -1, -1))
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Digests in slots, least recently used first."""
+        return tuple(self._slots)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(weights.nbytes for weights in self._host.values())
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loading or self._queue or self._failed)
+
+    def want(self, adapter: Adapter) -> None:
+        """A request needs the adapter from now until `unwant`."""
+        digest = adapter.digest
+        self._wants[digest] = self._wants.get(digest, 0) + 1
+        if digest in self._refused:
+            self._failed[digest] = self._refused[digest]
+        elif digest not in self._host and digest not in self._loading and self._wants[digest] == 1:
+            self._queue.append(adapter)
+            self._start_loads()
+
+    def unwant(self, adapter: Adapter) -> None:
+        left = self._wants[adapter.digest] - 1
+        if left:
+            self._wants[adapter.digest] = left
+            return
+        del self._wants[adapter.digest]
+        self._queue = deque(queued for queued in self._queue if queued.digest != adapter.digest)
+        self._start_loads()
+
+    def ready(self, adapter: Adapter) -> bool:
+        return adapter.digest in self._host
+
+    def pin(self, adapter: Adapter) -> int | None:
+        """A slot that holds the (ready) adapter until `unpin`; None while all slots are pinned by others."""
+        digest = adapter.digest
+        slot = self._slots.get(digest)
+        if slot is None:
+            slot = self._free_slot()
+            if slot is None:
+                return None
+            try:
+                self.modules.install(slot, self._host[digest])
+            except AdapterRefused as exc:
+                self._free_slots.append(slot)
+                self._refuse(digest, exc)
+                return None
+            self._slots[digest] = slot
+        self._slots.move_to_end(digest)
+        self._host.move_to_end(digest)
+        self._pins[slot] = self._pins.get(slot, 0) + 1
+        return slot
+
+    def unpin(self, slot: int) -> None:
+        self._pins[slot] -= 1
+        if not self._pins[slot]:
+            del self._pins[slot]
+
+    def _free_slot(self) -> int | None:
+        if self._free_slots:
+            return self._free_slots.pop()
+        for digest, slot in self._slots.items():
+            if slot not in self._pins:
+                self._vacate(digest)
+                return self._free_slots.pop()
+        return None
+
+    def _vacate(self, digest: str) -> None:
+        slot = self._slots.pop(digest)
+        self.modules.remove(slot)
+        self._free_slots.append(slot)
+        self.counters.evictions += 1
+
+    def poll(self) -> dict[str, AdapterError]:
+        """Take in finished loads and start the next ones; returns what failed since the last call, by digest."""
+        now = time.monotonic()
+        for digest, load in list(self._loading.items()):
+            if load.future.done():
+                self._take_in(digest, load, now)
+            elif now - load.started > self.timeout_s and digest not in self._failed:
+                self._failed[digest] = AdapterUnavailable(
+                    f"The checkpoint was not loaded within {self.timeout_s:g} s; try again."
+                )
+        self._start_loads()
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def _take_in(self, digest: str, load: _Load, now: float) -> None:
+        del self._loading[digest]
+        error = load.future.exception()
+        if error is None:
+            self.counters.loads += 1
+            self.counters.load_seconds += now - load.started
+            self._host[digest] = load.future.result()
+            self._evict_host()
+        elif isinstance(error, AdapterRefused):
+            self._refuse(digest, error)
+        elif isinstance(error, AdapterError):
+            self._failed[digest] = error
+        else:
+            logger.error("an adapter could not be read", exc_info=error)
+            self._failed[digest] = AdapterUnavailable("The checkpoint could not be read; try again.")
+
+    def _refuse(self, digest: str, error: AdapterError) -> None:
+        """Content never changes under its digest, so a refusal holds."""
+        self.counters.refusals += 1
+        self._failed[digest] = self._refused[digest] = error
+        self._host.pop(digest, None)
+        while len(self._refused) > _REMEMBERED_REFUSALS:
+            self._refused.popitem(last=False)
+
+    def _start_loads(self) -> None:
+        while self._queue and len(self._loading) < self.loaders and self._has_room():
+            adapter = self._queue.popleft()
+            future = self._executor.submit(self.load, adapter)
+            future.add_done_callback(lambda _: self.on_loaded())
+            self._loading[adapter.digest] = _Load(adapter, future, time.monotonic())
+
+    def _has_room(self) -> bool:
+        """Whether adapters that nobody wants could make way for one more. One is always let in."""
+        wanted = [weights.nbytes for digest, weights in self._host.items() if digest in self._wants]
+        return not wanted or sum(wanted) < self.byte_budget
+
+    def _evict_host(self) -> None:
+        excess = self.host_bytes - self.byte_budget
+        for digest in [d for d in self._host if d not in self._wants]:
+            if excess <= 0:
+                return
+            excess -= self._host.pop(digest).nbytes
+            if digest in self._slots:
+                self._vacate(digest)
+
+    def close(self) -> None:
+        """Running loads end in their own time; their results are dropped."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

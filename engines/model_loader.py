@@ -1,0 +1,100 @@
+"""A model from a folder, a hub id or a GGUF file, checked for what this engine can compute exactly."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+
+from engines.config import EngineConfig
+from engines.errors import ModelRefused
+
+logger = logging.getLogger(__name__)
+
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""What the attention backends compute. Anything else would be computed as something else without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`context_length` is what the model was made for, in tokens."""
+
+    model: nn.Module
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    context_length: int
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Raises `ModelRefused` for a source that is no model and for layers that this engine does not know."""
+    device = pick_device(config.device)
+    folder, gguf_file = split_gguf(config.source)
+    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if gguf_file is not None:
+        options = {"gguf_file": gguf_file}
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, **options)
+        check_layer_types(hf_config.get_text_config())
+        if gguf_file is not None:
+            # Otherwise the weights would stay packed and every layer be a class of its own.
+            options["quantization_config"] = GgufConfig(dequantize=True)
+        dtype = _dtype(config, hf_config)
+        logger.info("loading %s as %s on %s", config.source, dtype, device)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device).eval()
+    except (OSError, ValueError, KeyError) as exc:
+        raise ModelRefused(f"{config.source!r} cannot be loaded: {exc}") from exc
+    model.requires_grad_(False)
+    text = model.config.get_text_config()
+    return LoadedModel(model, text, device, dtype, _vocab_size(model), _context_length(text))
+
+
+def split_gguf(source: str) -> tuple[str, str | None]:
+    """(folder, file name) of a `.gguf` file; anything else is a folder or hub id as it is."""
+    if source.endswith(".gguf"):
+        path = Path(source)
+        return str(path.parent), path.name
+    return source, None
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def check_layer_types(text_config: Any) -> None:
+    """Raises `ModelRefused` naming a layer type or attention that is not computed here."""
+    types = set(getattr(text_config, "layer_types", None) or [])
+    unknown = sorted(types - KNOWN_LAYER_TYPES)
+    if unknown:
+        raise ModelRefused(f"{text_config.model_type}: layers of type {unknown[0]!r} are not known to this engine.")
+    if getattr(text_config, "use_bidirectional_attention", None):
+        raise ModelRefused(f"{text_config.model_type} attends in both directions; this engine serves causal models.")
+    if getattr(text_config, "attention_chunk_size", None):
+        raise ModelRefused(f"{text_config.model_type}: chunked attention is not known to this engine.")
+
+
+def _dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
+    if config.exact:
+        return torch.float32
+    if config.dtype != "auto":
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[config.dtype]
+    stored = getattr(hf_config.get_text_config(), "dtype", None) or getattr(hf_config, "dtype", None)
+    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
+
+
+def _vocab_size(model: Any) -> int:
+    """Rows of the embedding: an id beyond them would be an error in the middle of a batch."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _context_length(text_config: Any) -> int:
+    length = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length <= 0:
+        raise ModelRefused(f"{text_config.model_type}: its configuration names no context length; set context_length.")
+    return length

@@ -1,0 +1,198 @@
+"""Draws the next token of every row, and reports log-probabilities.
+
+A draw depends on the request alone: one uniform number per (seed, output index) from a hash, then the inverse of the
+cumulative distribution. So a seeded request gives the same tokens alone and in company, after a preemption and after a
+restart. Truncation (top-k, then top-p on what is left, then min-p, in the order of transformers' warpers) looks at the
+most likely candidates only and widens the search for the rows that need it, so no row pays for a sort of the whole
+vocabulary.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from hashlib import blake2b
+from struct import pack
+
+import torch
+
+from engines.protocol import SamplingParams, TokenLogprob
+from engines.sequence import Sequence
+
+CANDIDATES = 1024
+"""How many of the most likely tokens truncation looks at first."""
+
+_MASK64 = 2**64 - 1
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) for draw `index` of a request: the same on every device and after a restart."""
+    digest = blake2b(pack("<QQ", seed & _MASK64, index), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """`token_id` None: the row's logits were not finite. `logprob` None: not asked for."""
+
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+
+
+def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sampled]:
+    """One token per row of `logits` [rows, vocab], any float dtype."""
+    logits = logits.float()
+    params = [sequence.request.sampling for sequence in sequences]
+    logits = _penalise(logits, sequences, params)
+    best, ids = logits.max(dim=-1)  # NaN wins a max, so this also shows rows that are not finite
+    finite = torch.isfinite(best).tolist()
+    chosen: list[int] = ids.tolist()
+    drawn = [row for row, p in enumerate(params) if p.temperature > 0 and finite[row]]
+    if drawn:
+        for row, token_id in zip(drawn, _draw(logits, drawn, sequences), strict=True):
+            chosen[row] = token_id
+    wanted = [row for row, p in enumerate(params) if p.logprobs is not None and finite[row]]
+    logprobs = _logprobs(logits, wanted, chosen, params) if wanted else {}
+    return [Sampled(chosen[row] if finite[row] else None, logprobs.get(row)) for row in range(len(params))]
+
+
+def prompt_logprobs(logits: torch.Tensor, targets: SequenceOf[int], params: SamplingParams) -> list[TokenLogprob]:
+    """Log-probabilities of `targets`, the tokens after the rows of `logits` [rows, vocab]; NaN if not finite."""
+    assert params.prompt_logprobs is not None
+    scaled = logits.float()
+    if params.temperature > 0:
+        scaled = scaled / params.temperature
+    return _report(scaled, targets, params.prompt_logprobs)
+
+
+def _penalise(
+    logits: torch.Tensor, sequences: SequenceOf[Sequence], params: SequenceOf[SamplingParams]
+) -> torch.Tensor:
+    """Apply logit_bias and the penalties to the rows that have them. Presence and frequency count output tokens only,
+    repetition the prompt too, as in OpenAI's API and in transformers.
+    """
+    changed = [row for row, p in enumerate(params) if _has_penalties(p) or p.logit_bias]
+    if not changed:
+        return logits
+    logits = logits.clone()
+    for row in changed:
+        p, sequence = params[row], sequences[row]
+        if _has_penalties(p):
+            _penalise_row(logits[row], sequence, p)
+        if p.logit_bias:
+            ids, bias = zip(*p.logit_bias, strict=True)
+            logits[row].index_add_(0, torch.tensor(ids, device=logits.device), logits.new_tensor(bias))
+    return logits
+
+
+def _has_penalties(p: SamplingParams) -> bool:
+    return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+
+
+def _penalise_row(row: torch.Tensor, sequence: Sequence, p: SamplingParams) -> None:
+    if p.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(sequence.token_ids)), device=row.device)
+        scores = row[seen]
+        row[seen] = torch.where(scores < 0, scores * p.repetition_penalty, scores / p.repetition_penalty)
+    if p.presence_penalty or p.frequency_penalty:
+        counts = _output_counts(sequence)
+        if counts:
+            ids = torch.tensor(list(counts), device=row.device)
+            times = row.new_tensor(list(counts.values()))
+            row[ids] -= p.presence_penalty + p.frequency_penalty * times
+
+
+def _output_counts(sequence: Sequence) -> dict[int, int]:
+    """How often each token was sampled; counted once, then kept up by `Sequence.append`."""
+    if sequence.output_counts is None:
+        counts: dict[int, int] = {}
+        for token_id in sequence.token_ids[sequence.num_prompt :]:
+            counts[token_id] = counts.get(token_id, 0) + 1
+        sequence.output_counts = counts
+    return sequence.output_counts
+
+
+def _draw(logits: torch.Tensor, rows: list[int], sequences: SequenceOf[Sequence]) -> list[int]:
+    params = [sequences[row].request.sampling for row in rows]
+    numbers = [uniform(p.seed, sequences[row].num_output) for row, p in zip(rows, params, strict=True)]
+    picked = logits if len(rows) == logits.shape[0] else logits[torch.tensor(rows, device=logits.device)]
+    scaled = picked / picked.new_tensor([p.temperature for p in params])[:, None]
+    token_ids = [0] * len(rows)
+    whole = [i for i, p in enumerate(params) if p.top_k == 0 and p.top_p >= 1 and p.min_p <= 0]
+    if whole:
+        weights = torch.softmax(scaled[whole], dim=-1)
+        for i, token_id in zip(whole, _invert(weights, [numbers[i] for i in whole]).tolist(), strict=True):
+            token_ids[i] = token_id
+    truncated = [i for i in range(len(rows)) if i not in set(whole)]
+    width = min(CANDIDATES, logits.shape[-1])
+    while truncated:
+        found, truncated = _draw_truncated(scaled, truncated, params, numbers, width)
+        for i, token_id in found:
+            token_ids[i] = token_id
+        width = min(width * 8, logits.shape[-1])
+    return token_ids
+
+
+def _draw_truncated(
+    scaled: torch.Tensor, rows: list[int], params: list[SamplingParams], numbers: list[float], width: int
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Draw among the `width` most likely tokens; returns (row, token) pairs, and the rows that may keep more tokens."""
+    own = [params[i] for i in rows]
+    vocab = scaled.shape[-1]
+    top, ids = scaled[rows].topk(width, dim=-1)  # sorted, most likely first
+    probability = (top - scaled[rows].logsumexp(dim=-1, keepdim=True)).exp().double()
+    top_k = torch.tensor([p.top_k or vocab for p in own], device=scaled.device)[:, None]
+    top_p = probability.new_tensor([p.top_p for p in own])[:, None]
+    min_p = probability.new_tensor([p.min_p for p in own])[:, None]
+    keep = torch.arange(width, device=scaled.device) < top_k
+    kept = probability * keep
+    # top-p looks at the distribution that top-k left, renormalised.
+    mass = torch.where(top_k <= width, kept.sum(dim=-1, keepdim=True), torch.ones_like(top_p))
+    before = (kept.cumsum(dim=-1) - kept) / mass
+    keep &= (top_p >= 1) | (before < top_p)
+    keep &= probability >= min_p * probability[:, :1]
+    keep[:, 0] = True
+    open_ended = keep[:, -1] & (top_k[:, 0] > width) & (width < vocab)
+    sure = [i for i, is_open in enumerate(open_ended.tolist()) if not is_open]
+    unsure = [row for row, is_open in zip(rows, open_ended.tolist(), strict=True) if is_open]
+    if not sure:
+        return [], unsure
+    picks = _invert((probability * keep)[sure], [numbers[rows[i]] for i in sure])
+    token_ids = ids[sure].gather(1, picks[:, None])[:, 0].tolist()
+    return list(zip([rows[i] for i in sure], token_ids, strict=True)), unsure
+
+
+def _invert(weights: torch.Tensor, numbers: list[float]) -> torch.Tensor:
+    """The first index of each row whose cumulative weight exceeds number * total: the inverse CDF, in float64."""
+    cumulative = weights.double().cumsum(dim=-1)
+    target = cumulative.new_tensor(numbers)[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # Rounding can put the target at the very end: then the last token that has any weight is meant.
+    last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(dim=-1)
+    return torch.minimum(index, last)
+
+
+def _logprobs(
+    logits: torch.Tensor, rows: list[int], chosen: list[int], params: SequenceOf[SamplingParams]
+) -> dict[int, TokenLogprob]:
+    """Of the temperature-scaled distribution, before truncation; rows by how many alternatives they want."""
+    temperatures = [params[row].temperature or 1.0 for row in rows]
+    scaled = logits[rows] / logits.new_tensor(temperatures)[:, None]
+    count = max(params[row].logprobs or 0 for row in rows)
+    reports = _report(scaled, [chosen[row] for row in rows], count)
+    return {
+        row: TokenLogprob(report.token_id, report.logprob, report.top[: params[row].logprobs])
+        for row, report in zip(rows, reports, strict=True)
+    }
+
+
+def _report(scaled: torch.Tensor, targets: SequenceOf[int], count: int) -> list[TokenLogprob]:
+    normaliser = scaled.logsumexp(dim=-1, keepdim=True)
+    ids = torch.tensor(targets, device=scaled.device)[:, None]
+    own = (scaled.gather(1, ids) - normaliser)[:, 0].tolist()
+    if not count:
+        return [TokenLogprob(target, value) for target, value in zip(targets, own, strict=True)]
+    top, top_ids = scaled.topk(min(count, scaled.shape[-1]), dim=-1)
+    values, indices = (top - normaliser).tolist(), top_ids.tolist()
+    return [
+        TokenLogprob(target, value, tuple(zip(ids_, logprobs, strict=True)))
+        for target, value, ids_, logprobs in zip(targets, own, indices, values, strict=True)
+    ]

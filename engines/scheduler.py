@@ -1,0 +1,226 @@
+"""What the next step computes: which sequences decode, which prompts are prefilled, who is admitted, who is preempted.
+
+Continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi-Serve", OSDI 2024):
+every running sequence decodes in every step, and prompt tokens are computed beside it within a token budget, so that a
+long prompt never stalls the others. Preemption is by recompute, as in vLLM: the youngest sequence gives its blocks back
+and is computed anew later; the oldest always progresses, so there is no deadlock as long as the pool holds one
+sequence of full length, which the engine checks when it starts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engines.block_pool import BlockPool
+from engines.fair_queue import FairQueue
+from engines.protocol import Adapter
+from engines.sequence import NO_SLOT, Sequence
+
+BYPASS_LIMIT = 64
+"""How many requests may be admitted past one that waits for an adapter slot; then everybody waits until it has one."""
+
+SCORING_CHUNK = 128
+"""Tokens per step of a prompt whose log-probabilities are wanted: each needs a row of logits over the vocabulary."""
+
+
+class Slots(Protocol):
+    """What the scheduler needs of the adapter cache."""
+
+    def ready(self, adapter: Adapter) -> bool:
+        """Whether the adapter's weights are in host memory. Starts to load them if they are not."""
+
+    def pin(self, adapter: Adapter) -> int | None:
+        """A slot that holds the (ready) adapter until `unpin`, or None while all slots are pinned by others."""
+
+    def unpin(self, slot: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` … `start` + `length` - 1 of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def completes(self) -> bool:
+        """Whether the next token can be sampled after this chunk."""
+        return self.end == len(self.sequence.token_ids)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """`decode` rows have one token each, `prefill` chunks more (or one, when the budget leaves no more)."""
+
+    decode: list[Chunk] = field(default_factory=list)
+    prefill: list[Chunk] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+
+class Scheduler:
+    """Owns the queue, the running list and the block tables. Not thread-safe: the engine loop owns it."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        slots: Slots,
+        *,
+        max_running: int,
+        max_step_tokens: int,
+        max_step_tokens_decoding: int,
+        prefix_cache: bool,
+    ) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._max_running = max_running
+        self._max_step_tokens = max_step_tokens
+        self._max_step_tokens_decoding = max_step_tokens_decoding
+        self._prefix_cache = prefix_cache
+        self._admissions = 0
+        self.queue = FairQueue()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.queue.join(sequence)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not len(self.queue)
+
+    def plan(self) -> StepPlan:
+        """The next step. Empty when nothing can run now (idle, or adapters are still loading)."""
+        plan = StepPlan()
+        for sequence in list(self.running):
+            # Oldest first, and only the youngest are preempted, so a row that is in the plan stays there.
+            if sequence.blocks and sequence.num_pending == 1 and self._grow(sequence):
+                plan.decode.append(Chunk(sequence, sequence.num_computed, 1))
+        budget = self._max_step_tokens_decoding if plan.decode else self._max_step_tokens
+        for sequence in self.running:
+            if sequence.num_pending > 1:
+                budget -= _add(plan.prefill, sequence, budget)
+        while budget > 0 and (admitted := self._admit_next()):
+            budget -= _add(plan.decode if admitted.num_pending == 1 else plan.prefill, admitted, budget)
+        return plan
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make room for the sequence's next token, preempting the youngest while there is none."""
+        if sequence.num_computed < len(sequence.blocks) * self._pool.block_size:
+            return True
+        while (block := self._pool.allocate(1)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks.extend(block)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self._let_go(sequence)
+        sequence.num_computed = 0
+        self.queue.put_back(sequence)
+
+    def _admit_next(self) -> Sequence | None:
+        """Admit the request whose turn it is, or the next one if that one's adapter is not there yet."""
+        if len(self.running) >= self._max_running:
+            return None
+        blocked: list[Sequence] = []
+        for sequence in self._candidates(blocked):
+            adapter = sequence.request.adapter
+            slot = self._slots.pin(adapter) if adapter else NO_SLOT
+            if slot is None:
+                blocked.append(sequence)
+                continue
+            if not self._allocate_prompt(sequence):
+                # Memory is the bound for everybody: nobody smaller slips past, or large prompts would starve.
+                if slot != NO_SLOT:
+                    self._slots.unpin(slot)
+                return None
+            sequence.slot = slot
+            for waiting in blocked:
+                waiting.bypassed += 1
+            self._start(sequence)
+            return sequence
+        return None
+
+    def _candidates(self, blocked: list[Sequence]) -> Iterator[Sequence]:
+        for sequence in self.queue.heads():
+            if any(waiting.bypassed >= BYPASS_LIMIT for waiting in blocked):
+                return
+            adapter = sequence.request.adapter
+            if adapter is None or self._slots.ready(adapter):
+                yield sequence
+
+    def _start(self, sequence: Sequence) -> None:
+        self.queue.take(sequence)
+        self._admissions += 1
+        sequence.admitted = self._admissions
+        sequence.bypassed = 0
+        self.running.append(sequence)
+
+    def _allocate_prompt(self, sequence: Sequence) -> bool:
+        """Blocks for all known tokens, as many as possible from the prefix cache."""
+        size = self._pool.block_size
+        total = -(-len(sequence.token_ids) // size)
+        shared: list[int] = []
+        if self._prefix_cache and sequence.reads_prefix_cache:
+            # At least one token is left to compute, or there would be no logits to sample from.
+            shared = self._pool.match(sequence.extend_hashes((len(sequence.token_ids) - 1) // size, size))
+        need = total - len(shared)
+        # Room for one more block of every running sequence, so that admitting does not preempt at once.
+        room = self._pool.num_free - len(self.running) if self.running else self._pool.num_free
+        own = self._pool.allocate(need) if need <= room else None
+        if own is None:
+            self._pool.release(shared)
+            return False
+        sequence.blocks = shared + own
+        sequence.num_computed = len(shared) * size
+        if sequence.cached_len is None:
+            sequence.cached_len = min(sequence.num_computed, sequence.num_prompt)
+        return True
+
+    def commit(self, chunk: Chunk) -> None:
+        """The chunk was computed: its tokens count, and blocks that became full can be shared."""
+        sequence, size = chunk.sequence, self._pool.block_size
+        first = sequence.num_computed // size
+        sequence.num_computed = chunk.end
+        self.queue.charge(sequence, chunk.length)
+        full = chunk.end // size
+        if self._prefix_cache and full > first:
+            hashes = sequence.extend_hashes(full, size)
+            for index in range(first, full):
+                self._pool.publish(sequence.blocks[index], hashes[index])
+
+    def finish(self, sequence: Sequence) -> None:
+        """The request has ended, however: free everything it holds."""
+        if sequence.blocks:
+            self._let_go(sequence)
+        else:
+            self.queue.take(sequence)
+        self.queue.retire(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._pool.release(sequence.blocks)
+        sequence.blocks = []
+        if sequence.slot != NO_SLOT:
+            self._slots.unpin(sequence.slot)
+            sequence.slot = NO_SLOT
+
+
+def _add(chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+    """Plan as many pending tokens as the budget has; returns how many."""
+    length = max(0, min(budget, sequence.num_pending))
+    if not sequence.reads_prefix_cache:
+        length = min(length, SCORING_CHUNK)
+    if length:
+        chunks.append(Chunk(sequence, sequence.num_computed, length))
+    return length

@@ -1,0 +1,74 @@
+"""One generation while the engine works on it."""
+
+from dataclasses import dataclass, field
+
+from engines.block_pool import prefix_hash, salt_hash
+from engines.protocol import GenerateRequest, OutputSink, TokenLogprob
+
+NO_SLOT = -1
+"""The adapter slot of a sequence that runs on the bare base model."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Prompt and output tokens of one request, and how far they are computed.
+
+    `token_ids` holds the prompt and then every sampled token. K and V of the first `num_computed` of them lie in
+    `blocks`. `prefix_hashes` is the hash chain of the full blocks, as far as it was needed. After a preemption
+    `num_computed` is 0 again and the sampled tokens are computed anew like a prompt.
+    """
+
+    request: GenerateRequest
+    sink: OutputSink
+    token_ids: list[int]
+    num_prompt: int
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    prefix_hashes: list[bytes] = field(default_factory=list)
+    slot: int = NO_SLOT
+    admitted: int = 0
+    cached_len: int | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    output_counts: dict[int, int] | None = None
+    delivered: bool = False
+    bypassed: int = 0
+
+    @classmethod
+    def of(cls, request: GenerateRequest, sink: OutputSink) -> "Sequence":
+        return cls(request, sink, list(request.prompt_token_ids), len(request.prompt_token_ids))
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are known but not computed yet. 1 makes it a decode row."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def adapter_digest(self) -> str:
+        """The digest of its adapter, "" for the bare base model."""
+        return self.request.adapter.digest if self.request.adapter else ""
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Prompt log-probabilities need the logits of every prompt token, which a cached prefix does not give."""
+        return self.request.sampling.prompt_logprobs is None
+
+    def extend_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Hashes of the first `num_blocks` blocks of tokens, all of which must be full."""
+        while len(self.prefix_hashes) < num_blocks:
+            start = len(self.prefix_hashes) * block_size
+            parent = self.prefix_hashes[-1] if self.prefix_hashes else salt_hash(self.adapter_digest)
+            self.prefix_hashes.append(prefix_hash(parent, self.token_ids[start : start + block_size]))
+        return self.prefix_hashes[:num_blocks]
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        if self.output_counts is not None:
+            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
