@@ -1,0 +1,260 @@
+"""The side channel: tokens of all streams of an engine step in one frame, from a replica straight to an ingress.
+
+Serve's own streaming costs one message per token and stream. Here the ingress listens on a TCP port and passes
+`Endpoint` and a stream id with a unary Serve call, which stays open for the life of the request: queue lengths,
+autoscaling, cancellation and the detection of dead replicas remain Serve's. The replica keeps one connection per
+ingress.
+
+    ingress: Listener.open() -> Stream.receive()      <- frames -      replica: Links.to(endpoint) -> Link.deliver()
+
+This file is the ingress's end; `uplink.py` is the replica's.
+"""
+
+import asyncio
+import hmac
+import itertools
+import logging
+import secrets
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from engines.protocol import TokenDelta
+from serve_app.errors import ReplicaLost, TotalTimeout
+from serve_app.frames import (
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    Event,
+    FrameError,
+    decode_events,
+    encode_stream_ids,
+    merge,
+    read_frame,
+)
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+LAST_FRAME_TIMEOUT_S = 5.0
+MAX_STRANGERS = 64  # connections that have not said hello yet
+MAX_UNREAD_WEIGHT = 200_000  # tokens and log-probabilities that one stream may hold for a client that reads slowly
+_BIG_FRAME_BYTES = 128 << 10  # decoding more than this takes milliseconds: off the event loop
+
+BROKEN = (asyncio.IncompleteReadError, ConnectionError, FrameError, TimeoutError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an ingress listens. Whoever holds the token may write to its streams."""
+
+    host: str
+    port: int
+    token: bytes = field(repr=False)
+
+
+class Stream:
+    """The ingress's end of one request. Used by one task; `close` it in every case."""
+
+    def __init__(self, listener: "Listener", stream_id: int) -> None:
+        self.stream_id = stream_id
+        self._listener = listener
+        self._connection: asyncio.StreamWriter | None = None
+        self._accepted = False
+        self._unread: deque[TokenDelta] = deque()
+        self._unread_weight = 0
+        self._finished = False
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+        self._last_frame_timeout: asyncio.TimerHandle | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all that will ever come has come."""
+        return self._finished or self._error is not None
+
+    async def accepted(self) -> None:
+        """Wait until a replica has the request, or it has failed: `receive` tells which."""
+        while not (self._accepted or self.is_finished):
+            await self._wait()
+
+    async def receive(self) -> TokenDelta:
+        """All that came since the last call, at least one token.
+
+        Raises the `EngineError` that ended the request, `ReplicaLost`, or `TotalTimeout` when the caller is so slow
+        that too much waits. Not to be called again after the last delta.
+        """
+        while not self._unread:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        delta = merge(self._unread)
+        self._unread.clear()
+        self._unread_weight = 0
+        return delta
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, unless it has ended already. What came before can still be read."""
+        if not self.is_finished:
+            self._error = error
+            self._changed.set()
+
+    def call_ended(self) -> None:
+        """The Serve call is over: its last frame is on the way, or it was lost with its connection."""
+        if not self.is_finished:
+            lost = ReplicaLost("The replica's last tokens did not arrive.")
+            loop = asyncio.get_running_loop()
+            self._last_frame_timeout = loop.call_later(LAST_FRAME_TIMEOUT_S, self.fail, lost)
+
+    def close(self) -> None:
+        """Forget the stream; the replica is told if it still generates. Idempotent."""
+        if self._last_frame_timeout is not None:
+            self._last_frame_timeout.cancel()
+        self._listener._forget(self, self._connection)
+
+    def _take(self, event: Event, connection: asyncio.StreamWriter) -> None:
+        if self.is_finished:
+            return
+        self._connection = connection
+        self._accepted = True
+        if isinstance(event, TokenDelta):
+            self._unread.append(event)
+            self._unread_weight += _weight(event)
+            self._finished = event.finish_reason is not None
+            if self._unread_weight > MAX_UNREAD_WEIGHT and not self._finished:
+                self.fail(TotalTimeout(f"The client reads too slowly: {len(self._unread)} deltas wait to be read."))
+        elif event is not None:
+            self.fail(event)
+        self._changed.set()
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+class Listener:
+    """The ingress's end of the channel: one port, all replicas of all models."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_bytes(32)
+        self._server: asyncio.Server | None = None
+        self._endpoint: Endpoint | None = None
+        self._stream_ids = itertools.count(1)
+        self._streams: dict[int, Stream] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self._strangers = 0
+
+    @classmethod
+    async def start(cls, host: str) -> Self:
+        """Listen on a free port of `host`, an address that replicas can reach."""
+        listener = cls()
+        listener._server = await asyncio.start_server(listener._greet, host, 0)
+        port = listener._server.sockets[0].getsockname()[1]
+        listener._endpoint = Endpoint(host, port, listener._token)
+        return listener
+
+    @property
+    def endpoint(self) -> Endpoint:
+        assert self._endpoint is not None, "not started"
+        return self._endpoint
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    def open(self) -> Stream:
+        stream = Stream(self, next(self._stream_ids))
+        self._streams[stream.stream_id] = stream
+        return stream
+
+    async def close(self) -> None:
+        """Stop listening, drop all connections, end all streams with `ReplicaLost`."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        for stream in self._streams.values():
+            stream.fail(ReplicaLost("The ingress is stopping."))
+
+    def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername")
+        streams: set[int] = set()
+        try:
+            await self._authenticate(reader)
+            keep_alive(writer)
+            while True:
+                body = await read_frame(reader, MAX_FRAME_BYTES)
+                if len(body) > _BIG_FRAME_BYTES:
+                    events = await asyncio.to_thread(decode_events, body)
+                else:
+                    events = decode_events(body)
+                self._dispatch(events, writer, streams)
+        except asyncio.IncompleteReadError as exc:
+            if exc.partial:
+                logger.warning("side channel: the connection from %s ended inside a frame", peer)
+        except BROKEN as exc:
+            logger.warning("side channel: the connection from %s is dropped: %s", peer, exc or type(exc).__name__)
+        finally:
+            writer.transport.abort()
+            for stream_id in streams:
+                if stream_id in self._streams:
+                    self._streams[stream_id].fail(ReplicaLost("The connection to the replica was lost."))
+
+    async def _authenticate(self, reader: asyncio.StreamReader) -> None:
+        if self._strangers >= MAX_STRANGERS:
+            raise FrameError(f"{MAX_STRANGERS} connections have not said who they are")
+        self._strangers += 1
+        try:
+            hello = await asyncio.wait_for(read_frame(reader, MAX_HELLO_BYTES), HELLO_TIMEOUT_S)
+        finally:
+            self._strangers -= 1
+        if not hmac.compare_digest(hello, self._token):
+            raise FrameError("wrong token")
+
+    def _dispatch(
+        self, events: Sequence[tuple[int, Event]], connection: asyncio.StreamWriter, streams: set[int]
+    ) -> None:
+        unknown = []
+        for stream_id, event in events:
+            stream = self._streams.get(stream_id)
+            if stream is None:
+                streams.discard(stream_id)
+                unknown.append(stream_id)
+                continue
+            streams.add(stream_id)
+            stream._take(event, connection)
+            if stream.is_finished:
+                streams.discard(stream_id)
+        if unknown:
+            # Serve's cancellation can miss a call that is being assigned at that moment; this one cannot.
+            connection.write(encode_stream_ids(unknown))
+
+    def _forget(self, stream: Stream, connection: asyncio.StreamWriter | None) -> None:
+        if self._streams.pop(stream.stream_id, None) is None or stream._finished or connection is None:
+            return
+        if not connection.is_closing():
+            connection.write(encode_stream_ids([stream.stream_id]))
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Notice within half a minute that the other machine has vanished without a word."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform != "linux":
+        return  # the finer options have other names elsewhere; only Linux runs on several machines
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def _weight(delta: TokenDelta) -> int:
+    return len(delta.token_ids) + sum(1 + len(logprob.top) for logprob in delta.logprobs)

@@ -1,0 +1,167 @@
+"""Frames of the side channel: what an engine step produced, as bytes and back.
+
+A frame is a 4-byte little-endian length and that many bytes of msgpack. A replica sends lists of entries, one per
+stream that the step touched, with trailing defaults left out:
+
+    [stream]                                                           the replica has taken the request
+    [stream, [token id…], finish, cached, [logprob…], [prompt logprob…]]   a `TokenDelta`
+    [stream, "QueueFull", [argument…]]                                 an `EngineError`, by the name of its class
+
+An ingress sends `[stream…]`: streams that nobody reads any more.
+"""
+
+import asyncio
+import struct
+from collections.abc import Sequence
+
+import msgpack
+
+from engines import errors
+from engines.protocol import FinishReason, TokenDelta, TokenLogprob
+
+MAX_FRAME_BYTES = 64 << 20
+MAX_HELLO_BYTES = 1024
+
+Event = TokenDelta | errors.EngineError | None
+"""What happened to a stream; None: the replica has taken the request."""
+
+_LENGTH = struct.Struct("<I")
+_STREAM_AND_TOKENS = 2  # the fields of a delta's entry that are always there
+
+# Errors cross by name, and only these: a frame can never choose what is constructed.
+_ERRORS: dict[str, type[errors.EngineError]] = {
+    error.__name__: error
+    for error in (
+        errors.EngineError,
+        errors.RequestRefused,
+        errors.QueueFull,
+        errors.AdapterError,
+        errors.AdapterRefused,
+        errors.AdapterChanged,
+        errors.AdapterUnavailable,
+        errors.NonFiniteLogits,
+        errors.ModelRefused,
+        errors.EngineStopped,
+    )
+}
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame of this protocol, or a frame over the limit."""
+
+
+def encode_event(stream_id: int, event: Event) -> bytes:
+    """One entry of a frame."""
+    packed: bytes
+    if event is None:
+        packed = msgpack.packb([stream_id])
+    elif isinstance(event, errors.EngineError):
+        packed = msgpack.packb([stream_id, *_error_fields(event)])
+    else:
+        packed = msgpack.packb([stream_id, event.token_ids, *_rare_fields(event)])
+    return packed
+
+
+def encode_frame(entries: Sequence[bytes]) -> bytes:
+    """A frame of entries. They must be within `MAX_FRAME_BYTES` together."""
+    body = b"".join((msgpack.Packer().pack_array_header(len(entries)), *entries))
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_events(body: bytes) -> list[tuple[int, Event]]:
+    """The events of a frame's body, by stream. Raises `FrameError`."""
+    try:
+        return [(entry[0], _event(entry)) for entry in _unpack(body)]
+    except (TypeError, ValueError, IndexError, KeyError) as exc:
+        raise FrameError(f"not a frame of events: {type(exc).__name__}") from exc
+
+
+def encode_stream_ids(stream_ids: Sequence[int]) -> bytes:
+    return encode_frame([msgpack.packb(stream_id) for stream_id in stream_ids])
+
+
+def decode_stream_ids(body: bytes) -> list[int]:
+    """Raises `FrameError`."""
+    stream_ids = _unpack(body)
+    if not all(type(stream_id) is int for stream_id in stream_ids):
+        raise FrameError("not a frame of stream ids")
+    return stream_ids
+
+
+def encode_hello(token: bytes) -> bytes:
+    return _LENGTH.pack(len(token)) + token
+
+
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
+    """The body of the next frame. Raises `FrameError`, `asyncio.IncompleteReadError` or `ConnectionError`."""
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if size > max_bytes:
+        raise FrameError(f"a frame of {size} bytes is over the limit of {max_bytes}")
+    return await reader.readexactly(size)
+
+
+def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Consecutive deltas of one stream as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return TokenDelta(
+        tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        deltas[-1].finish_reason,
+        deltas[0].cached_tokens,
+        deltas[0].prompt_logprobs,
+    )
+
+
+def _unpack(body: bytes) -> list:  # type: ignore[type-arg]  # whatever msgpack holds: the callers check it
+    try:
+        unpacked = msgpack.unpackb(body, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException) as exc:
+        raise FrameError("not msgpack") from exc
+    if not isinstance(unpacked, list):
+        raise FrameError("not a list")
+    return unpacked
+
+
+def _error_fields(error: errors.EngineError) -> tuple[str, list[str | int]]:
+    known = next(kind for kind in type(error).__mro__ if _ERRORS.get(kind.__name__) is kind)
+    if known is not type(error) or not all(isinstance(argument, str | int) for argument in error.args):
+        return known.__name__, [str(error)]
+    return known.__name__, list(error.args)
+
+
+def _rare_fields(delta: TokenDelta) -> list[object]:
+    if not (delta.finish_reason or delta.cached_tokens or delta.logprobs or delta.prompt_logprobs):
+        return []
+    return [
+        delta.finish_reason,
+        delta.cached_tokens,
+        [_logprob_fields(logprob) for logprob in delta.logprobs],
+        [None if logprob is None else _logprob_fields(logprob) for logprob in delta.prompt_logprobs],
+    ]
+
+
+def _logprob_fields(logprob: TokenLogprob) -> tuple[int, float, tuple[tuple[int, float], ...]]:
+    return logprob.token_id, logprob.logprob, logprob.top
+
+
+def _event(entry: list) -> Event:  # type: ignore[type-arg]
+    if len(entry) == 1:
+        return None
+    if isinstance(entry[1], str):
+        return _ERRORS[entry[1]](*entry[2])
+    if len(entry) == _STREAM_AND_TOKENS:
+        return TokenDelta(tuple(entry[1]))
+    _, token_ids, finish_reason, cached_tokens, logprobs, prompt_logprobs = entry
+    return TokenDelta(
+        tuple(token_ids),
+        tuple(_logprob(fields) for fields in logprobs),
+        None if finish_reason is None else FinishReason(finish_reason),
+        cached_tokens,
+        tuple(None if fields is None else _logprob(fields) for fields in prompt_logprobs),
+    )
+
+
+def _logprob(fields: list) -> TokenLogprob:  # type: ignore[type-arg]
+    token_id, logprob, top = fields
+    return TokenLogprob(token_id, logprob, tuple((token, value) for token, value in top))

@@ -1,0 +1,189 @@
+"""The replica's end of the side channel (`channel.py`): one connection per ingress, one frame per engine step."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from engines.errors import EngineError, RequestRefused
+from engines.protocol import Engine, GenerateRequest, Output, TokenDelta
+from serve_app.channel import BROKEN, Endpoint, keep_alive
+from serve_app.errors import ReplicaLost
+from serve_app.frames import (
+    MAX_FRAME_BYTES,
+    decode_stream_ids,
+    encode_event,
+    encode_frame,
+    encode_hello,
+    read_frame,
+)
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES  # what a replica holds for an ingress that does not read
+_MAX_ENTRY_BYTES = MAX_FRAME_BYTES // 2  # so that a frame may always be filled up to there and take one more
+
+
+class Link:
+    """The replica's end of one connection: takes a step's outputs and writes them as one frame.
+
+    A lost link ends all its streams: what `attach` returned is done, whoever waits for it aborts the request.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._streams: dict[str, tuple[int, asyncio.Future[None]]] = {}
+        self._request_ids: dict[int, str] = {}
+        self._reading = asyncio.get_running_loop().create_task(self._read(reader))
+
+    @property
+    def is_lost(self) -> bool:
+        return self._reading.done() or self._writer.is_closing()
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    def attach(self, request_id: str, stream_id: int) -> asyncio.Future[None]:
+        """Tell the ingress that this replica has the request. The future is done when nothing more can be sent for it:
+        its last output went out, nobody reads it any more, or the link is lost.
+        """
+        over = asyncio.get_running_loop().create_future()
+        self._streams[request_id] = (stream_id, over)
+        self._request_ids[stream_id] = request_id
+        self._write([encode_event(stream_id, None)])
+        if self.is_lost:
+            over.set_result(None)
+        return over
+
+    def detach(self, request_id: str) -> None:
+        stream_id, over = self._streams.pop(request_id)
+        del self._request_ids[stream_id]
+        over.cancel()
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        """One step's outputs (`engines.protocol.OutputSink`). Outputs of requests that are not attached are dropped."""
+        entries = []
+        for output in outputs:
+            if output.request_id not in self._streams:
+                continue
+            stream_id, over = self._streams[output.request_id]
+            event = output.event
+            entry = encode_event(stream_id, event)
+            is_last = not isinstance(event, TokenDelta) or event.finish_reason is not None
+            if len(entry) > _MAX_ENTRY_BYTES:
+                what = f"The log-probabilities take {len(entry)} bytes, at most {_MAX_ENTRY_BYTES} can be sent."
+                entry, is_last = encode_event(stream_id, RequestRefused("logprobs", what)), True
+            entries.append(entry)
+            if is_last and not over.done():
+                over.set_result(None)
+        self._write(entries)
+
+    async def close(self) -> None:
+        """Send what is still to be sent and drop the connection."""
+        self._writer.close()
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    def _write(self, entries: Sequence[bytes]) -> None:
+        frame: list[bytes] = []
+        size = 0
+        for entry in entries:
+            if size + len(entry) > _MAX_ENTRY_BYTES:
+                self._send(frame)
+                frame, size = [], 0
+            frame.append(entry)
+            size += len(entry)
+        self._send(frame)
+
+    def _send(self, entries: Sequence[bytes]) -> None:
+        if not entries or self._writer.is_closing():
+            return
+        self._writer.write(encode_frame(entries))
+        unsent = self._writer.transport.get_write_buffer_size()
+        if unsent > MAX_UNSENT_BYTES:
+            logger.error("side channel: an ingress does not read, %d bytes wait; its streams end", unsent)
+            self._writer.transport.abort()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                for stream_id in decode_stream_ids(await read_frame(reader, MAX_FRAME_BYTES)):
+                    request_id = self._request_ids.get(stream_id)
+                    if request_id is not None:
+                        self._end(request_id)
+        except BROKEN as exc:
+            logger.info("side channel: an ingress is gone: %s", exc or type(exc).__name__)
+        finally:
+            self._writer.close()
+            for request_id in self._streams:
+                self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        _, over = self._streams[request_id]
+        if not over.done():
+            over.set_result(None)
+
+
+class Links:
+    """The replica's connections, one per ingress, made when first needed and again after a loss."""
+
+    def __init__(self) -> None:
+        self._links: dict[Endpoint, asyncio.Task[Link]] = {}
+
+    @property
+    def open_streams(self) -> int:
+        return sum(task.result().open_streams for task in self._links.values() if _is_link(task))
+
+    async def to(self, endpoint: Endpoint) -> Link:
+        """A working link. Raises `ReplicaLost` when the ingress cannot be reached."""
+        self._drop_lost()
+        task = self._links.get(endpoint)
+        if task is None:
+            task = self._links[endpoint] = asyncio.get_running_loop().create_task(_connect(endpoint))
+        # Shielded: several requests wait for one connection, and one of them may be cancelled.
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        for task in self._links.values():
+            task.cancel()
+        await asyncio.gather(*self._links.values(), return_exceptions=True)
+        await asyncio.gather(*(task.result().close() for task in self._links.values() if _is_link(task)))
+        self._links.clear()
+
+    def _drop_lost(self) -> None:
+        for endpoint, task in list(self._links.items()):
+            if task.done() and not (_is_link(task) and not task.result().is_lost):
+                del self._links[endpoint]
+
+
+def _is_link(task: asyncio.Task[Link]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+async def _connect(endpoint: Endpoint) -> Link:
+    try:
+        opening = asyncio.open_connection(endpoint.host, endpoint.port)
+        reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
+    except (OSError, TimeoutError) as exc:
+        logger.error("side channel: the ingress at %s:%d cannot be reached: %r", endpoint.host, endpoint.port, exc)
+        raise ReplicaLost("The replica cannot reach the ingress.") from exc
+    keep_alive(writer)
+    writer.write(encode_hello(endpoint.token))
+    return Link(reader, writer)
+
+
+async def run_request(engine: Engine, request: GenerateRequest, link: Link, stream_id: int) -> None:
+    """Generate for one stream of an ingress; returns when nothing more is to be sent. Cancel it to stop generating.
+
+    The request's id must be the replica's own: what clients call their requests need not be unique.
+    """
+    over = link.attach(request.request_id, stream_id)
+    try:
+        engine.submit(request, link)
+        await over
+    except EngineError as exc:
+        link.deliver([Output(request.request_id, exc)])
+    finally:
+        engine.abort(request.request_id)
+        link.detach(request.request_id)
