@@ -1,0 +1,78 @@
+"""Who calls: API keys, known by their hashes alone.
+
+A key is 256 random bits, so its SHA-256 cannot be searched for and needs no salt or slow hash.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from serve_app.config import KeyConfig, KeyLimits, LimitsConfig, is_expired, key_digest
+from serve_app.errors import ConfigRefused, NotAuthenticated
+
+_KEY_PREFIX = "rh-"
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever holds a valid key. `models` None: all of the catalogue; `owner` None: no private checkpoints."""
+
+    name: str
+    models: frozenset[str] | None = None
+    owner: str | None = None
+    limits: KeyLimits = field(default_factory=KeyLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    digest: bytes
+    config: KeyConfig
+    caller: Caller
+
+
+class Keyring:
+    """The keys of one configuration."""
+
+    def __init__(self, keys: Iterable[KeyConfig], limits: LimitsConfig) -> None:
+        """Raises `ConfigRefused`: a key cannot be read, or two are the same."""
+        self._keys: dict[bytes, _Key] = {}
+        for config in keys:
+            digest = key_digest(config)
+            if digest in self._keys:
+                raise ConfigRefused(f"The keys {self._keys[digest].config.name!r} and {config.name!r} are the same.")
+            self._keys[digest] = _Key(digest, config, _caller(config, limits.per_key))
+
+    def authenticate(self, authorization: str | None, now: datetime) -> Caller:
+        """The caller behind an `Authorization` header. Raises `NotAuthenticated`."""
+        if authorization is None:
+            raise NotAuthenticated("No API key: send it as 'Authorization: Bearer <key>'.")
+        scheme, _, secret = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not secret.strip():
+            raise NotAuthenticated("The Authorization header must be 'Bearer <key>'.")
+        digest = hash_key(secret.strip())
+        # The table is searched by a hash that callers cannot steer, so its timing says nothing about any key.
+        key = self._keys.get(digest)
+        if key is None or not hmac.compare_digest(key.digest, digest):
+            raise NotAuthenticated("The API key is not valid.")
+        if is_expired(key.config, now):
+            raise NotAuthenticated("The API key has expired.")
+        return key.caller
+
+
+def new_key() -> str:
+    """A fresh key; only `hash_key` of it is to be stored."""
+    return _KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+
+
+def hash_key(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _caller(config: KeyConfig, defaults: KeyLimits) -> Caller:
+    models = None if config.models is None else frozenset(config.models)
+    own = config.limits.model_dump(exclude_unset=True)
+    return Caller(config.name, models, config.owner, defaults.model_copy(update=own))

@@ -1,0 +1,88 @@
+"""The request body, from bytes to a JSON object.
+
+Strict: UTF-8 without lone surrogates, no NaN or Infinity, nesting up to 200, nothing after the value. Of a key that is
+repeated in an object the last one wins, as in most JSON readers.
+"""
+
+import asyncio
+from concurrent.futures import Executor
+
+from pydantic_core import from_json
+from starlette.types import Receive
+
+from serve_app.config import LimitsConfig
+from serve_app.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from serve_app.exchange import ClientLeft, Exchange
+
+JsonObject = dict[str, object]
+
+_THREAD_BYTES = 128 * 1024  # a longer body takes milliseconds to parse
+
+
+async def read_json(exchange: Exchange, limits: LimitsConfig, big_bodies: Executor) -> JsonObject:
+    """Read and parse the body. `big_bodies` parses those that take long; one thread bounds what they use together.
+
+    Raises `UnsupportedMediaType`, `BodyTooLarge`, `InvalidRequest`, or `ClientLeft`.
+    """
+    check_media_type(exchange)
+    declared = exchange.header(b"content-length") or "0"
+    if declared.isdecimal() and int(declared[:19]) > limits.body_bytes:
+        exchange.extra_headers["connection"] = "close"  # the rest of the body is not going to be read
+        raise _too_large(limits, int(declared[:19]))
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            content = await _read(exchange.receive, limits)
+    except BodyTooLarge:
+        exchange.extra_headers["connection"] = "close"
+        raise
+    except TimeoutError as exc:
+        exchange.extra_headers["connection"] = "close"
+        raise InvalidRequest(f"The request body did not arrive within {limits.body_timeout_s:g} s.") from exc
+    if len(content) < _THREAD_BYTES:
+        return parse_object(content)
+    return await asyncio.get_running_loop().run_in_executor(big_bodies, parse_object, content)
+
+
+def check_media_type(exchange: Exchange) -> None:
+    """Raises `UnsupportedMediaType` unless the body is declared as plain JSON."""
+    declared = exchange.header(b"content-type")
+    kind, _, parameters = (declared or "").partition(";")
+    if kind.strip().lower() != "application/json":
+        raise UnsupportedMediaType(f"Content-Type must be application/json, got {declared!r}.")
+    charset = parameters.strip().lower().replace(" ", "").replace('"', "")
+    if charset not in ("", "charset=utf-8", "charset=utf8"):
+        raise UnsupportedMediaType(f"The charset of application/json must be utf-8, got {parameters.strip()!r}.")
+    coding = exchange.header(b"content-encoding")
+    if coding is not None and coding.strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType(f"Content-Encoding must be identity, got {coding!r}.")
+
+
+def parse_object(content: bytes | bytearray) -> JsonObject:
+    """Raises `InvalidRequest` that says where the JSON is at fault."""
+    try:
+        value = from_json(bytes(content), allow_inf_nan=False)
+    except ValueError as exc:
+        raise InvalidRequest(f"The request body is not valid JSON: {exc}.") from exc
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"The request body must be a JSON object, got {_KINDS.get(type(value), 'a value')}.")
+    return value
+
+
+async def _read(receive: Receive, limits: LimitsConfig) -> bytearray:
+    content = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        content += message.get("body", b"")
+        if len(content) > limits.body_bytes:
+            raise _too_large(limits, len(content))
+        if not message.get("more_body", False):
+            return content
+
+
+def _too_large(limits: LimitsConfig, size: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The request body must have at most {limits.body_bytes} bytes, got {size}.")
+
+
+_KINDS = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}

@@ -1,0 +1,75 @@
+"""One HTTP exchange: what the layers of the service know of it, and the ways to answer it."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from starlette.types import Message, Receive, Scope, Send
+
+from serve_app.auth import Caller
+from serve_app.errors import HttpError
+from serve_app.usage import RequestRecord
+
+_MAX_IGNORED_FIELDS = 32
+_MAX_FIELD_CHARACTERS = 64
+
+
+class ClientLeft(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Made by the outermost middleware, filled in on the way in. `caller` is set once the key was checked."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    record: RequestRecord
+    started_at: float
+    caller: Caller | None = None
+    ignored_fields: tuple[str, ...] = ()
+    response_started: bool = False
+    extra_headers: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, scope: Scope) -> "Exchange":
+        exchange = scope["exchange"]
+        assert isinstance(exchange, cls)
+        return exchange
+
+    def header(self, name: bytes) -> str | None:
+        """A request header by its lower-case name; of several the first."""
+        value = next((value for key, value in self.scope["headers"] if key == name), None)
+        return None if value is None else value.decode("latin-1")
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    async def send_json(self, status: int, body: object, headers: Mapping[str, str] | None = None) -> None:
+        content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        about = {"content-type": "application/json", "content-length": str(len(content))}
+        await self.start(status, about | dict(headers or {}))
+        await self.send({"type": "http.response.body", "body": content})
+
+    async def send_error(self, error: HttpError) -> None:
+        await self.send_json(error.status, error.body(), error.headers)
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the status line and all headers; those of every response included."""
+        common = {"x-request-id": self.record.request_id} | self.extra_headers
+        if self.ignored_fields:
+            common["x-ignored-fields"] = _names(self.ignored_fields)
+        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (common | dict(headers)).items()]
+        self.response_started = True
+        self.record.status = status
+        message: Message = {"type": "http.response.start", "status": status, "headers": pairs}
+        await self.send(message)
+
+
+def _names(fields: tuple[str, ...]) -> str:
+    """Names that callers made up, safe in a header."""
+    shown = [quote(name[:_MAX_FIELD_CHARACTERS], safe="._-[]") for name in fields[:_MAX_IGNORED_FIELDS]]
+    return ", ".join(shown)

@@ -1,0 +1,164 @@
+"""The body of POST /chat/completions."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, PrivateAttr, model_validator
+from pydantic_core import from_json
+
+from renderers.messages import Effort
+from serve_app.schema.completion import image_url
+from serve_app.schema.sampling import MAX_LOGPROBS, SamplingFields, Section
+from serve_app.sentence import Complaint
+
+
+@dataclass(frozen=True, slots=True)
+class TextContent:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageContent:
+    url: str
+
+
+ContentPart = TextContent | ImageContent
+
+
+def _content(value: object) -> tuple[ContentPart, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return (TextContent(value),)
+    if not isinstance(value, list):
+        raise Complaint("must be a string or a list of parts", value)
+    return tuple(_part(part, f"[{index}]") for index, part in enumerate(value))
+
+
+def _part(part: object, suffix: str) -> ContentPart:
+    if not isinstance(part, dict):
+        raise Complaint("must be an object", part, suffix)
+    kind = part.get("type")
+    if kind == "text":
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise Complaint("must be a string", text, f"{suffix}.text")
+        return TextContent(text)
+    if kind == "image_url":
+        return ImageContent(image_url(part, suffix))
+    raise Complaint('must be "text" or "image_url"', kind, f"{suffix}.type")
+
+
+def _arguments(value: object) -> str:
+    if not isinstance(value, str):
+        raise Complaint("must be a string that holds a JSON object", value)
+    try:
+        parsed = from_json(value, allow_inf_nan=False)
+        json.dumps(parsed, allow_nan=False)  # 1e999 is read as infinity
+    except ValueError as exc:
+        raise Complaint(f"must hold a JSON object ({exc})", value) from exc
+    if not isinstance(parsed, dict):
+        raise Complaint("must hold a JSON object", value)
+    return value
+
+
+def _effort(value: object) -> Effort | None:
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int | float) and abs(value) <= 1e6:  # which values a model takes is the renderer's to say
+        return value
+    raise Complaint("must be a string, a number or a boolean", value)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFunction:
+    """The one function that `tool_choice` demands."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedFunction
+
+
+def _tool_choice(value: object) -> ToolChoice | None:
+    if value is None or value == "none" or value == "auto" or value == "required":
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        function = value.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            return NamedFunction(name)
+        raise Complaint("must be the name of a function", name, ".function.name")
+    raise Complaint('must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}', value)
+
+
+class FunctionCall(Section):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Annotated[str, PlainValidator(_arguments)]
+
+
+class ToolCallBody(Section):
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class MessageBody(Section):
+    """One message; the fields that its role does not have must be unset."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[tuple[ContentPart, ...] | None, PlainValidator(_content)] = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class FunctionBody(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolBody(Section):
+    type: Literal["function"]
+    function: FunctionBody
+    _declared: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def declared(self) -> Mapping[str, Any]:
+        """The tool as the caller wrote it: this is what templates render."""
+        return self._declared
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_declared(cls, value: object, check: ModelWrapValidatorHandler[Self]) -> Self:
+        body = check(value)
+        assert isinstance(value, dict)
+        try:
+            json.dumps(value, allow_nan=False)  # 1e999 is read as infinity, which templates would write out
+        except ValueError as exc:
+            raise Complaint("must hold finite numbers only", value) from exc
+        body._declared = value
+        return body
+
+
+class ChatBody(SamplingFields):
+    """POST /chat/completions. `max_completion_tokens` wins over `max_tokens`."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    reasoning_effort: Annotated[Effort | None, PlainValidator(_effort)] = None
+    separate_reasoning: bool | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Annotated[ToolChoice | None, PlainValidator(_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def ignored_fields(self) -> tuple[str, ...]:
+        inner = {f"messages[].{name}" for message in self.messages for name in message.unknown_fields()}
+        return (*SamplingFields.ignored_fields(self), *sorted(inner))

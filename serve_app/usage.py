@@ -1,0 +1,64 @@
+"""What is recorded of each request, and for whom: metrics, logs and billing read it, nothing of the text is in it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    DONE = "done"
+    REFUSED = "refused"  # the caller's fault
+    FAILED = "failed"  # ours
+    LEFT = "left"  # the client went away
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, filled in as it proceeds. Times in seconds; `status` is the HTTP status, also of a failure after
+    the response began; `model` is a base id of the catalogue or empty, never what the caller made up.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    key_name: str = ""
+    model: str = ""
+    adapter_digest: str = ""
+    streamed: bool = False
+    status: int = 0
+    error_code: str = ""
+    outcome: Outcome = Outcome.DONE
+    finish_reason: str = ""
+    unparsed: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    first_token_s: float | None = None
+    duration_s: float = 0.0
+
+
+class Recorder(Protocol):
+    """Where records go. Called at the start and the end of requests, never per token."""
+
+    def request_started(self, record: RequestRecord) -> None: ...
+
+    def request_ended(self, record: RequestRecord) -> None: ...
+
+    def config_checked(self, error: str | None) -> None:
+        """After every configuration: None when it was taken over."""
+
+
+class NullRecorder:
+    """Records nothing."""
+
+    def request_started(self, record: RequestRecord) -> None:
+        del record
+
+    def request_ended(self, record: RequestRecord) -> None:
+        del record
+
+    def config_checked(self, error: str | None) -> None:
+        del error
