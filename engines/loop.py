@@ -194,7 +194,7 @@ class EngineLoop:
             sampled = sample(own, [chunk.sequence for chunk, _ in complete])
         draws = {chunk.sequence.request_id: draw for (chunk, _), draw in zip(complete, sampled, strict=True)}
         events: list[tuple[Sequence, Event]] = []
-        for chunk, first, last in rows:
+        for chunk, first, _ in rows:
             self._count(chunk)
             self.scheduler.commit(chunk)
             _score_prompt(chunk, logits, first)

@@ -58,22 +58,32 @@ class ModelRunner:
             logger.info("%d linear layers packed for the CPU", pack_linears(loaded.model, at_least_two_rows=exact))
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache; until then, and again after `forget`, nothing can be run."""
+        """Make the KV cache, or make it anew; until then nothing can be run."""
         self._backend = SdpaBackend(KVCache(self.shapes, num_blocks, self._block_size, self._device))
 
     def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
         """The batch as it was laid out, and logits [wanted rows, vocab] in the model's dtype."""
         batch = build_batch(chunks, self._block_size, self._device)
+        return batch, self._run(batch, batch.logit_rows)
+
+    def last_logits(self, chunks: SequenceOf[Chunk]) -> dict[str, torch.Tensor]:
+        """Logits [vocab] after each chunk, complete or not, by request id."""
+        batch = build_batch(chunks, self._block_size, self._device)
+        ends = torch.tensor([chunk.length for chunk in batch.chunks], device=self._device).cumsum(0) - 1
+        logits = self._run(batch, ends).float()
+        return {chunk.sequence.request_id: row for chunk, row in zip(batch.chunks, logits, strict=True)}
+
+    def _run(self, batch: StepBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         self._context.set(batch)
         output = self._model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            logits_to_keep=batch.logit_rows,
+            logits_to_keep=logit_rows,
             paged=Paged(self._backend, batch),
         )
         logits: torch.Tensor = output.logits[0]
-        return batch, logits
+        return logits
 
     def _watch_linears(self) -> frozenset[str]:
         """Paths of the linear layers that see exactly one row per token, found by running a few tokens.
@@ -100,7 +110,7 @@ class ModelRunner:
 
 def _probe_chunk(block_size: int) -> Chunk:
     request = GenerateRequest("probe", tuple(range(_PROBE_TOKENS)), SamplingParams(max_tokens=1, seed=0))
-    sequence = Sequence.of(request, _NO_SINK)
+    sequence = Sequence.of(request, NO_SINK)
     sequence.blocks = list(range(1, 1 + -(-_PROBE_TOKENS // block_size)))
     return Chunk(sequence, 0, _PROBE_TOKENS)
 
@@ -110,7 +120,7 @@ class _NoSink:
         raise AssertionError("a probe has no outputs")
 
 
-_NO_SINK = _NoSink()
+NO_SINK = _NoSink()
 
 
 def _path_of(model: nn.Module, wanted: nn.Module | None) -> str | None:

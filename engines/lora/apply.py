@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.batch import AdapterRows
 from engines.errors import AdapterRefused
 from engines.lora.context import AdapterContext
 from engines.lora.weights import AdapterWeights, LoraPair

@@ -1,0 +1,254 @@
+"""The engine on torch and transformers: the asyncio face in front of the loop's thread."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass
+from threading import Thread
+
+import torch
+
+from engines import self_test
+from engines.block_pool import BlockPool
+from engines.config import EngineConfig
+from engines.errors import EngineError, EngineStopped, ModelRefused, QueueFull, RequestRefused
+from engines.kv_cache import blocks_for, free_memory
+from engines.loop import Emit, EngineLoop, Event
+from engines.lora.cache import AdapterCache
+from engines.lora.weights import AdapterWeights, LoraTargets, read_adapter
+from engines.model_loader import LoadedModel, load_model
+from engines.model_runner import ModelRunner
+from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink, SamplingParams
+from engines.scheduler import Scheduler
+from engines.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+_SCORE_NOTHING = SamplingParams(max_tokens=0, seed=0)
+
+
+class TorchEngine:
+    """Implements `engines.protocol.Engine`. Everything but the loop itself happens on the event loop of `start`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._live: dict[str, Sequence] = {}
+        self._parts: _Parts | None = None
+        self._thread: Thread | None = None
+        self._closed = False
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._running_parts().facts
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def emit(events: list[tuple[Sequence, Event]]) -> None:
+            # A loop that is closed already has nobody left to tell.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._deliver, events)
+
+        self._parts = await asyncio.to_thread(_assemble, self._config, emit)
+        self._thread = Thread(target=self._parts.run, name="engine-loop", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._parts is None or self._thread is None:
+            return
+        self._parts.loop.stop()
+        await asyncio.to_thread(self._thread.join)
+        self._parts.adapters.close()
+        # The loop's last events are on their way through the event loop.
+        await asyncio.sleep(0)
+
+    def submit(self, request: GenerateRequest, sink: OutputSink) -> None:
+        parts = self._running_parts()
+        if self._closed or parts.loop.failed:
+            raise EngineStopped("The engine does not take requests any more.")
+        _check(request, parts.facts)
+        if request.request_id in self._live:
+            raise RequestRefused("request_id", f"request_id {request.request_id!r} is in use.")
+        if len(self._live) >= self._config.max_running + self._config.max_waiting:
+            raise QueueFull(self._config.max_waiting)
+        sequence = Sequence.of(request, sink)
+        self._live[request.request_id] = sequence
+        parts.loop.post(lambda loop: loop.add(sequence))
+
+    def abort(self, request_id: str) -> None:
+        if self._live.pop(request_id, None) is not None:
+            self._running_parts().loop.post(lambda loop: loop.abort(request_id))
+
+    async def warm(self, adapter: Adapter) -> None:
+        """Loads by a request that scores one token, so that what is refused then is refused now."""
+        probe = _WarmUp(asyncio.get_running_loop().create_future())
+        request = GenerateRequest(f"warm-{adapter.digest}-{id(probe)}", (0,), _SCORE_NOTHING, adapter)
+        self.submit(request, probe)
+        try:
+            await probe.done
+        finally:
+            self.abort(request.request_id)
+
+    def stats(self) -> EngineStats:
+        return self._running_parts().stats()
+
+    def _running_parts(self) -> "_Parts":
+        if self._parts is None:
+            raise EngineStopped("The engine has not been started.")
+        return self._parts
+
+    def _deliver(self, events: SequenceOf[tuple[Sequence, Event]]) -> None:
+        """One call per sink and step. Requests that were aborted meanwhile hear nothing."""
+        by_sink: dict[int, tuple[OutputSink, list[Output]]] = {}
+        for sequence, event in events:
+            if self._live.get(sequence.request_id) is not sequence:
+                continue
+            if isinstance(event, EngineError) or event.finish_reason is not None:
+                del self._live[sequence.request_id]
+            _, outputs = by_sink.setdefault(id(sequence.sink), (sequence.sink, []))
+            outputs.append(Output(sequence.request_id, event))
+        for sink, outputs in by_sink.values():
+            sink.deliver(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _WarmUp:
+    """A sink for one request: its future ends with the request."""
+
+    done: "asyncio.Future[None]"
+
+    def deliver(self, outputs: SequenceOf[Output]) -> None:
+        event = outputs[-1].event
+        if self.done.done():
+            return
+        if isinstance(event, EngineError):
+            self.done.set_exception(event)
+        else:
+            self.done.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a started engine is made of."""
+
+    loop: EngineLoop
+    adapters: AdapterCache
+    pool: BlockPool
+    facts: ModelFacts
+    threads: int
+
+    def run(self) -> None:
+        torch.set_num_threads(self.threads)  # a setting of the calling thread
+        with torch.inference_mode():
+            self.loop.run()
+
+    def stats(self) -> EngineStats:
+        loop = self.loop
+        return EngineStats(
+            running=len(loop.scheduler.running),
+            waiting=len(loop.scheduler.queue),
+            blocks_total=self.pool.num_blocks - 1,
+            blocks_free=self.pool.num_free,
+            blocks_cached=self.pool.num_idle,
+            adapter_slots_total=self.adapters.max_slots,
+            adapter_slots_pinned=self.adapters.num_pinned,
+            adapters=self.adapters.resident,
+            stalled_s=0.0 if loop.scheduler.is_idle else time.monotonic() - loop.last_progress,
+            failed=loop.failed,
+            counters={
+                **asdict(loop.counters),
+                "preemptions": loop.scheduler.preemptions,
+                **{f"adapter_{name}": value for name, value in asdict(self.adapters.counters).items()},
+            },
+        )
+
+
+def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
+    """Load, verify and size everything. Takes as long as loading the model; runs on a thread of its own."""
+    threads = config.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        loaded = load_model(config)
+        targets = LoraTargets.of(loaded.model)
+        test = self_test.prepare(loaded) if config.self_test else None
+        runner = ModelRunner(loaded, block_size=config.block_size, exact=config.exact)
+        if test is not None:
+            self_test.check(test, runner, loaded, block_size=config.block_size)
+        context_length = _context_length(config, loaded)
+        num_blocks = blocks_for(
+            runner.shapes,
+            config.block_size,
+            budget_bytes=config.kv_cache_bytes or int(free_memory(loaded.device) * config.memory_fraction),
+            context_length=context_length,
+            max_running=config.max_running,
+        )
+        runner.allocate(num_blocks)
+    pool = BlockPool(num_blocks, config.block_size)
+    loops: list[EngineLoop] = []
+    adapters = AdapterCache(
+        load=lambda adapter: _read(adapter, targets, config),
+        modules=runner.adapters,
+        max_slots=config.max_adapters,
+        byte_budget=config.adapter_bytes,
+        loaders=config.adapter_loaders,
+        timeout_s=config.adapter_load_timeout_s,
+        on_loaded=lambda: loops[0].post(_do_nothing),
+    )
+    scheduler = Scheduler(
+        pool,
+        adapters,
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_step_tokens_decoding=config.max_step_tokens_decoding,
+        prefix_cache=config.prefix_cache,
+    )
+    loops.append(EngineLoop(runner, scheduler, adapters, emit))
+    facts = ModelFacts(loaded.vocab_size, context_length, (num_blocks - 1) * config.block_size)
+    return _Parts(loops[0], adapters, pool, facts, threads)
+
+
+def _do_nothing(loop: EngineLoop) -> None:
+    """A command that only wakes the loop."""
+
+
+def _read(adapter: Adapter, targets: LoraTargets, config: EngineConfig) -> AdapterWeights:
+    return read_adapter(adapter, targets, max_rank=config.max_adapter_rank, max_bytes=config.max_adapter_file_bytes)
+
+
+def _context_length(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Raises `ModelRefused` when more is asked for than the model was made for."""
+    if config.context_length is None:
+        return loaded.context_length
+    if config.context_length > loaded.context_length:
+        raise ModelRefused(
+            f"context_length = {config.context_length} is more than the {loaded.context_length} tokens that "
+            f"{config.source!r} was made for."
+        )
+    return config.context_length
+
+
+def _check(request: GenerateRequest, facts: ModelFacts) -> None:
+    """Raises `RequestRefused` for what this model cannot run."""
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise RequestRefused("prompt", "The prompt is empty.")
+    if min(prompt) < 0 or max(prompt) >= facts.vocab_size:
+        bad = next(token_id for token_id in prompt if not 0 <= token_id < facts.vocab_size)
+        raise RequestRefused("prompt", f"Token id {bad} is not in the vocabulary (0 to {facts.vocab_size - 1}).")
+    biased = next((i for i, _ in request.sampling.logit_bias if not 0 <= i < facts.vocab_size), None)
+    if biased is not None:
+        raise RequestRefused(
+            "logit_bias", f"Token id {biased} in logit_bias is not in the vocabulary (0 to {facts.vocab_size - 1})."
+        )
+    total = len(prompt) + request.sampling.max_tokens
+    if total > facts.context_length:
+        raise RequestRefused(
+            "max_tokens",
+            "Prompt length plus max_tokens exceeds the model's context window: "
+            f"{len(prompt)} + {request.sampling.max_tokens} > {facts.context_length}",
+        )
