@@ -1,0 +1,114 @@
+"""Which replica takes a request: the one that has its adapter and its prefix, unless that one is busier than the rest.
+
+`choose` is the whole policy; `AffinityRouter` hands it what Serve knows. It runs in every ingress without shared
+state: rendezvous hashing makes all of them choose alike, and losing a replica moves only the keys that it had.
+
+Serve pickles this module by value, so it may import only packages that are installed wherever it runs.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from serve_app import roster
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A running replica, seen by one request. `load`: requests it has, waiting ones included; `capacity`: how many it
+    takes at most; `has_adapter`: whether the request's adapter is in its device slots.
+    """
+
+    replica_id: str
+    load: int = 0
+    capacity: int = 1
+    has_adapter: bool = False
+    is_ready: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request would like: the replica that saw its `affinity` before (prompt cache key, conversation …; "" for
+    none) with its `adapter` (digest; "" for the base model). `request_id` breaks ties.
+    """
+
+    affinity: str
+    adapter: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a key stays on its replica: until that has `least` requests and `factor` times the average load."""
+
+    factor: float = 1.5
+    least: int = 4
+
+
+def choose(candidates: Sequence[Candidate], wish: Wish, patience: Patience) -> list[Candidate]:
+    """All candidates, best first: free ones that hold the adapter, other free ones, busy ones, and last those that make
+    no progress. Among equals the key's own order decides; without a key, and among the busy, the least loaded.
+    """
+    if not candidates:
+        return []
+    total = 1 + sum(candidate.load for candidate in candidates)
+    busy_at = max(patience.least, math.ceil(patience.factor * total / len(candidates)))
+    key = f"{wish.adapter}\0{wish.affinity}" if wish.affinity or wish.adapter else ""
+
+    def rank(candidate: Candidate) -> tuple[bool, bool, bool, int, bytes]:
+        is_free = candidate.load < min(busy_at, candidate.capacity)
+        by_load = candidate.load if not (key and is_free) else 0
+        score = _score(key or wish.request_id, candidate)
+        return not candidate.is_ready, not is_free, not candidate.has_adapter, by_load, score
+
+    return sorted(candidates, key=rank)
+
+
+def _score(key: str, candidate: Candidate) -> bytes:
+    return hashlib.blake2b(f"{key}\0{candidate.replica_id}".encode(), digest_size=8).digest()
+
+
+class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
+    """`choose` as a Serve request router; what a replica says of itself is in its routing stats (`replica.py`)."""
+
+    def initialize_state(self, load_factor: float, least_busy: int) -> None:
+        self._patience = Patience(load_factor, least_busy)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._publish()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._publish()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # else Serve's retry loop spins while all are full
+        metadata = pending_request.metadata
+        wish = Wish(metadata.session_id, metadata.multiplexed_model_id, metadata.internal_request_id)
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        candidates = [self._candidate(name, replica, wish) for name, replica in replicas.items()]
+        return [[replicas[candidate.replica_id]] for candidate in choose(candidates, wish, self._patience)]
+
+    def _candidate(self, name: str, replica: RunningReplica, wish: Wish) -> Candidate:
+        is_ready, adapters = _reported(replica)
+        load = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        return Candidate(name, load, replica.max_ongoing_requests, wish.adapter in adapters, is_ready)
+
+    def _publish(self) -> None:
+        replicas = self.curr_replicas.values()
+        states = [roster.ReplicaState(replica.replica_id.unique_id, *_reported(replica)) for replica in replicas]
+        roster.ROSTER.put(self.app_name, tuple(states))
+
+
+def _reported(replica: RunningReplica) -> tuple[bool, Sequence[str]]:
+    """What the replica said of itself; before its first report it counts as ready, as its constructor has returned."""
+    stats = replica.routing_stats or {}
+    return stats.get("is_ready", True), stats.get("adapters", ())
