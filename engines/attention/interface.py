@@ -20,7 +20,9 @@ from engines.kv_cache import LayerShape
 
 NAME = "roundhouse_paged"
 
-_WITHOUT_MEANING = frozenset({"position_ids", "use_cache", "cache", "output_attentions", "cu_seq_lens_q", "is_causal"})
+_WITHOUT_MEANING = frozenset(
+    {"position_ids", "use_cache", "cache", "output_attentions", "output_router_logits", "is_causal"}
+)
 """Arguments that models pass on and that change nothing for a causal decoder without a mask."""
 
 

@@ -1,0 +1,258 @@
+"""`adapter_config.json` of a LoRA adapter: which modules it adapts and with what scale, read as PEFT reads it.
+
+What would change the computation and is not implemented is refused by name. Which modules are adapted is told by the
+tensors; the configuration must agree with them, because PEFT would silently leave out what it does not name.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from engines.errors import AdapterRefused
+from engines.lora.digest import CONFIG_FILE, Buffer
+from engines.lora.patterns import Budget, Pattern, PatternRefused
+from engines.lora.tensor_file import shown
+
+# A value that is set means another computation. `fan_in_fan_out` is for a layer type that no model here has.
+_UNSUPPORTED: Final = (
+    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication", "fan_in_fan_out",
+    "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config",
+    "monteclora_config", "megatron_config",
+)  # fmt: skip
+# Starting values that leave the base weights as they are. The others (pissa, olora, corda, loftq, lora_ga) train an
+# adapter against changed base weights, which are not in the checkpoint.
+_INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+# Fields of PEFT, and of trainers that write into the same file, that do not matter for the computation.
+_IRRELEVANT: Final = frozenset((
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "lora_dropout",
+    "lora_dtype", "lora_ga_config", "loftq_config", "lorap_emb_lr", "lorap_lr_ratio", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
+))  # fmt: skip
+_READ: Final = frozenset((
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "target_parameters", "init_lora_weights", "bias", "ensure_weight_tying",
+))  # fmt: skip
+_ALL_LINEAR: Final = "all-linear"
+_PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+
+Names = str | tuple[str, ...]  # a regular expression, or names that match whole or after a dot
+
+
+@dataclass(frozen=True, slots=True)
+class PatternTable:
+    """A mapping from patterns to numbers in which the first match counts.
+
+    Keys without special characters (one per module, as some trainers write them) are looked up, not searched; a dot
+    in such a key is a dot.
+    """
+
+    plain: Mapping[str, tuple[int, float]]  # the number and its place in the order
+    patterns: tuple[tuple[Pattern, tuple[int, float]], ...]
+
+    def find(self, path: str, budget: Budget) -> float | None:
+        hits = [self.plain[end] for end in _ends(path) if end in self.plain]
+        hits += [hit for pattern, hit in self.patterns if pattern.matches_end(path, budget)]
+        return min(hits)[1] if hits else None
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """The fields that matter. `layers`: indices of `layers_to_transform`, None for all."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: PatternTable
+    alpha_pattern: PatternTable
+    target_modules: Names | None
+    exclude_modules: Names
+    layers: frozenset[int] | None
+    layers_patterns: tuple[str, ...]
+    target_parameters: tuple[str, ...]
+    ties_embeddings: bool
+    budget: Budget
+
+    def rank_and_scale(self, *paths: str) -> tuple[int, float]:
+        """For a module by its path; further paths are other names of the same module, looked up when the first has
+        no pattern.
+        """
+        rank = self._find("rank_pattern", self.rank_pattern, paths)
+        alpha = self._find("alpha_pattern", self.alpha_pattern, paths)
+        rank = self.rank if rank is None else int(rank)
+        alpha = self.alpha if alpha is None else alpha
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def _find(self, field: str, table: PatternTable, paths: Iterable[str]) -> float | None:
+        try:
+            return next((found for path in paths if (found := table.find(path, self.budget)) is not None), None)
+        except PatternRefused as exc:
+            raise refused(f"a key of {field} {exc}.") from exc
+
+    def names(self, *paths: str) -> bool:
+        """Whether PEFT would adapt the module with this path, or with one of these, if it has several."""
+        return any(self._targets(path) and not self._excludes(path) for path in paths)
+
+    def names_parameter(self, path: str) -> bool:
+        return any(end in self.target_parameters for end in _ends(path))
+
+    def _targets(self, path: str) -> bool:
+        targets = self.target_modules
+        if targets is None:
+            return True
+        if isinstance(targets, str):
+            return targets.lower() == _ALL_LINEAR or _fullmatch("target_modules", targets, path, self.budget)
+        return path in targets or (any(end in targets for end in _ends(path)) and self._in_layers(path))
+
+    def _excludes(self, path: str) -> bool:
+        if isinstance(self.exclude_modules, str):
+            return _fullmatch("exclude_modules", self.exclude_modules, path, self.budget)
+        return any(end in self.exclude_modules for end in _ends(path))
+
+    def _in_layers(self, path: str) -> bool:
+        if self.layers is None:
+            return True
+        parts = path.split(".")
+        for i, part in enumerate(parts[:-1]):
+            named = parts[i - 1] in self.layers_patterns if self.layers_patterns else i >= 2
+            if named and i and part.isdecimal():
+                return int(part) in self.layers
+        return False
+
+
+def parse_config(text: Buffer) -> PeftConfig:
+    """Raises `AdapterRefused` that names the field."""
+    raw = _object(text)
+    if raw.get("peft_type") != "LORA":
+        raise refused(f"peft_type must be 'LORA', not {raw.get('peft_type')!r:.60}.")
+    _refuse_unsupported(raw)
+    rank, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)  # PEFT's defaults
+    targets = _names(raw, "target_modules")
+    layers = raw.get("layers_to_transform")
+    if isinstance(targets, str) and layers is not None and targets.lower() != _ALL_LINEAR:
+        raise refused("layers_to_transform cannot go with a target_modules that is a regular expression.")
+    return PeftConfig(
+        rank=int(_number("r", rank, whole=True)),
+        alpha=_number("lora_alpha", alpha),
+        use_rslora=_flag(raw, "use_rslora"),
+        rank_pattern=_table(raw, "rank_pattern", whole=True),
+        alpha_pattern=_table(raw, "alpha_pattern"),
+        target_modules=targets,
+        exclude_modules=_names(raw, "exclude_modules") or (),
+        layers=_indices(layers),
+        layers_patterns=_strings("layers_pattern", raw.get("layers_pattern"), plain=True),
+        target_parameters=_strings("target_parameters", raw.get("target_parameters")),
+        ties_embeddings=_flag(raw, "ensure_weight_tying"),
+        budget=Budget(),
+    )
+
+
+def refused(message: str) -> AdapterRefused:
+    return AdapterRefused(f"{CONFIG_FILE}: {message}")
+
+
+def _object(text: Buffer) -> Mapping[str, object]:
+    try:
+        raw = json.loads(bytes(text).decode("utf-8"))
+    except (ValueError, RecursionError) as exc:
+        raise refused("it is not JSON.") from exc
+    if not isinstance(raw, dict):
+        raise refused("it is not a JSON object.")
+    return raw
+
+
+def _refuse_unsupported(raw: Mapping[str, object]) -> None:
+    for field in _UNSUPPORTED:
+        if raw.get(field):
+            raise refused(f"{field} is not supported, got {raw[field]!r:.100}.")
+    if raw.get("bias", "none") != "none":
+        raise refused(f"bias must be 'none', not {raw['bias']!r:.60}.")
+    init = raw.get("init_lora_weights", True)
+    if not isinstance(init, bool | str | None) or (init.lower() if isinstance(init, str) else init) not in _INITS:
+        raise refused(
+            f"init_lora_weights {init!r:.60} trains against changed base weights; save the adapter with "
+            "path_initial_model_for_weight_conversion."
+        )
+    for field, value in raw.items():
+        if field in _READ or field in _IRRELEVANT or field in _UNSUPPORTED:
+            continue
+        # A variant of LoRA that is newer than this code would come as a switch or as a section.
+        if value is True or (isinstance(value, dict | list) and value):
+            raise refused(f"{shown(field)} is not a known field, got {value!r:.100}.")
+
+
+def _number(field: str, value: object, *, whole: bool = False) -> float:
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) < 1e9 or (whole and value <= 0):  # type: ignore[arg-type, operator]
+        raise refused(f"{field} must be {'a positive integer' if whole else 'a number'}, not {value!r:.60}.")
+    return value  # type: ignore[return-value]
+
+
+def _flag(raw: Mapping[str, object], field: str) -> bool:
+    value = raw.get(field)
+    if not isinstance(value, bool | None):
+        raise refused(f"{field} must be true or false, not {value!r:.60}.")
+    return bool(value)
+
+
+def _table(raw: Mapping[str, object], field: str, *, whole: bool = False) -> PatternTable:
+    value = raw.get(field) or {}
+    if not isinstance(value, dict):
+        raise refused(f"{field} must be an object, not {value!r:.60}.")
+    plain, patterns = dict[str, tuple[int, float]](), list[tuple[Pattern, tuple[int, float]]]()
+    for order, (key, number) in enumerate(value.items()):
+        hit = (order, _number(f"{field}[{shown(key)}]", number, whole=whole))
+        if _PLAIN.issuperset(key):
+            plain[key] = hit
+        else:
+            patterns.append((_pattern(field, key), hit))
+    return PatternTable(plain, tuple(patterns))
+
+
+def _pattern(field: str, text: str) -> Pattern:
+    try:
+        return Pattern(text)
+    except PatternRefused as exc:
+        raise refused(f"the expression {shown(text)} of {field} {exc}.") from exc
+
+
+def _fullmatch(field: str, text: str, path: str, budget: Budget) -> bool:
+    try:
+        return Pattern(text).fullmatch(path, budget)
+    except PatternRefused as exc:
+        raise refused(f"the expression {shown(text)} of {field} {exc}.") from exc
+
+
+def _names(raw: Mapping[str, object], field: str) -> Names | None:
+    value = raw.get(field)
+    if value is None:
+        return None
+    return value if isinstance(value, str) else _strings(field, value)
+
+
+def _strings(field: str, value: object, *, plain: bool = False) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) and plain else value or []
+    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+        raise refused(f"{field} must be a list of strings, not {value!r:.60}.")
+    if plain and not all(_PLAIN.issuperset(item) for item in values):
+        raise refused(f"{field} must be plain names, not {value!r:.60}.")
+    return tuple(values)
+
+
+def _indices(value: object) -> frozenset[int] | None:
+    values = [value] if isinstance(value, int) else value
+    if values is None or values == []:
+        return None
+    if not isinstance(values, list) or not all(type(item) is int for item in values):
+        raise refused(f"layers_to_transform must be integers, not {value!r:.60}.")
+    return frozenset(values)
+
+
+def _ends(path: str) -> Iterator[str]:
+    """The path itself and what follows each of its dots."""
+    yield path
+    start = path.find(".")
+    while start >= 0:
+        yield path[start + 1 :]
+        start = path.find(".", start + 1)

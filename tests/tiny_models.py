@@ -1,0 +1,85 @@
+"""Tiny random models of real architectures, saved as ordinary folders. Nothing is downloaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCAB = 320
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    # The usual 0.02 gives logits so flat that a wrong token would not show.
+    "initializer_range": 0.15,
+}
+
+# Tied embeddings, scaled up: with larger weights the logits would all sit at the final soft cap.
+_GEMMA = {**_SIZES, "initializer_range": 0.04, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SIZES, head_dim=32),
+    "llama-tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**_SIZES),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=32),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "mistral": lambda: MistralConfig(**_SIZES, sliding_window=24),
+    "gemma2": lambda: Gemma2Config(**_GEMMA, attn_logit_softcapping=2.0),
+    "gemma3": lambda: Gemma3TextConfig(**_GEMMA),
+    "gpt-oss": lambda: GptOssConfig(
+        **_SIZES, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **{**_SIZES, "num_key_value_heads": 4},
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+}
+
+
+def save(name: str, folder: Path, *, seed: int = 0) -> Path:
+    """A random model of this architecture in `folder`, float32."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # Norm weights and biases start at 1 and 0; a mistake in them would not show.
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            if parameter_name.endswith("sinks"):
+                parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
