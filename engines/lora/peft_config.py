@@ -6,8 +6,9 @@ tensors; the configuration must agree with them, because PEFT would silently lea
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from engines.errors import AdapterRefused
@@ -37,7 +38,7 @@ _READ: Final = frozenset((
 _ALL_LINEAR: Final = "all-linear"
 _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
-Names = str | tuple[str, ...]  # a regular expression, or names that match whole or after a dot
+Names = Pattern | frozenset[str]  # names match the whole path, or all of it after a dot
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class PatternTable:
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields that matter. `layers`: indices of `layers_to_transform`, None for all."""
+    """The fields that matter. `target_modules` None: any. `layers`: those of `layers_to_transform`, None for all."""
 
     rank: int
     alpha: float
@@ -69,15 +70,14 @@ class PeftConfig:
     target_modules: Names | None
     exclude_modules: Names
     layers: frozenset[int] | None
-    layers_patterns: tuple[str, ...]
-    target_parameters: tuple[str, ...]
+    layers_pattern: tuple[str, ...]
+    target_parameters: frozenset[str]
     ties_embeddings: bool
-    budget: Budget
+    _budget: Budget = field(default_factory=Budget)
+    _checked: set[str] = field(default_factory=set)
 
     def rank_and_scale(self, *paths: str) -> tuple[int, float]:
-        """For a module by its path; further paths are other names of the same module, looked up when the first has
-        no pattern.
-        """
+        """For a module by its path; further paths are other names of it, looked up where the first has no pattern."""
         rank = self._find("rank_pattern", self.rank_pattern, paths)
         alpha = self._find("alpha_pattern", self.alpha_pattern, paths)
         rank = self.rank if rank is None else int(rank)
@@ -85,40 +85,60 @@ class PeftConfig:
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def _find(self, field: str, table: PatternTable, paths: Iterable[str]) -> float | None:
+        if not table.plain and not table.patterns:
+            return None
         try:
-            return next((found for path in paths if (found := table.find(path, self.budget)) is not None), None)
+            return next((found for path in paths if (found := table.find(path, self._budget)) is not None), None)
         except PatternRefused as exc:
             raise refused(f"a key of {field} {exc}.") from exc
 
     def names(self, *paths: str) -> bool:
-        """Whether PEFT would adapt the module with this path, or with one of these, if it has several."""
-        return any(self._targets(path) and not self._excludes(path) for path in paths)
+        """Whether PEFT would adapt the module with this path, or with one of these, if it has several names."""
+        return any(self._targets(path) and not self._excludes(path) for path in dict.fromkeys(paths))
 
     def names_parameter(self, path: str) -> bool:
-        return any(end in self.target_parameters for end in _ends(path))
+        return not self.target_parameters.isdisjoint(_ends(path))
 
     def _targets(self, path: str) -> bool:
         targets = self.target_modules
         if targets is None:
             return True
-        if isinstance(targets, str):
-            return targets.lower() == _ALL_LINEAR or _fullmatch("target_modules", targets, path, self.budget)
-        return path in targets or (any(end in targets for end in _ends(path)) and self._in_layers(path))
+        if isinstance(targets, Pattern):
+            return self._matches("target_modules", targets, path)
+        return path in targets or (not targets.isdisjoint(_ends(path)) and self._in_layers(path))
 
     def _excludes(self, path: str) -> bool:
-        if isinstance(self.exclude_modules, str):
-            return _fullmatch("exclude_modules", self.exclude_modules, path, self.budget)
-        return any(end in self.exclude_modules for end in _ends(path))
+        if isinstance(self.exclude_modules, Pattern):
+            return self._matches("exclude_modules", self.exclude_modules, path)
+        return bool(self.exclude_modules) and not self.exclude_modules.isdisjoint(_ends(path))
+
+    def _matches(self, field: str, pattern: Pattern, path: str) -> bool:
+        """Paths that differ in numbers only are matched once: long expressions take 0.5 ms, and this is a check that
+        the file agrees with itself, not what decides which modules are adapted.
+        """
+        shape = field + re.sub(r"\d+", "#", path)
+        if shape in self._checked:
+            return field == "target_modules"
+        try:
+            found = pattern.fullmatch(path, self._budget)
+        except PatternRefused as exc:
+            raise refused(f"the expression of {field} {exc}.") from exc
+        if found is (field == "target_modules"):
+            self._checked.add(shape)
+        return found
 
     def _in_layers(self, path: str) -> bool:
         if self.layers is None:
             return True
         parts = path.split(".")
-        for i, part in enumerate(parts[:-1]):
-            named = parts[i - 1] in self.layers_patterns if self.layers_patterns else i >= 2
-            if named and i and part.isdecimal():
-                return int(part) in self.layers
-        return False
+        numbers = [(i, int(part)) for i, part in enumerate(parts[:-1]) if part.isdecimal()]
+        for pattern in self.layers_pattern:
+            for i, number in numbers:
+                if pattern in _ends(".".join(parts[:i])):
+                    return number in self.layers
+        if self.layers_pattern:
+            return False
+        return next((number in self.layers for i, number in numbers if i >= 2), False)
 
 
 def parse_config(text: Buffer) -> PeftConfig:
@@ -127,24 +147,21 @@ def parse_config(text: Buffer) -> PeftConfig:
     if raw.get("peft_type") != "LORA":
         raise refused(f"peft_type must be 'LORA', not {raw.get('peft_type')!r:.60}.")
     _refuse_unsupported(raw)
-    rank, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)  # PEFT's defaults
-    targets = _names(raw, "target_modules")
-    layers = raw.get("layers_to_transform")
-    if isinstance(targets, str) and layers is not None and targets.lower() != _ALL_LINEAR:
-        raise refused("layers_to_transform cannot go with a target_modules that is a regular expression.")
+    layers = _indices(raw.get("layers_to_transform"))
+    if isinstance(raw.get("target_modules"), str) and layers is not None:
+        raise refused("layers_to_transform cannot go with a target_modules that is one string.")
     return PeftConfig(
-        rank=int(_number("r", rank, whole=True)),
-        alpha=_number("lora_alpha", alpha),
+        rank=_count("r", raw.get("r", 8)),  # 8 and 8 are PEFT's defaults
+        alpha=_number("lora_alpha", raw.get("lora_alpha", 8)),
         use_rslora=_flag(raw, "use_rslora"),
-        rank_pattern=_table(raw, "rank_pattern", whole=True),
-        alpha_pattern=_table(raw, "alpha_pattern"),
-        target_modules=targets,
-        exclude_modules=_names(raw, "exclude_modules") or (),
-        layers=_indices(layers),
-        layers_patterns=_strings("layers_pattern", raw.get("layers_pattern"), plain=True),
+        rank_pattern=_table(raw, "rank_pattern", _count),
+        alpha_pattern=_table(raw, "alpha_pattern", _number),
+        target_modules=_names(raw, "target_modules"),
+        exclude_modules=_names(raw, "exclude_modules") or frozenset(),
+        layers=layers,
+        layers_pattern=_layers_pattern(raw.get("layers_pattern")),
         target_parameters=_strings("target_parameters", raw.get("target_parameters")),
         ties_embeddings=_flag(raw, "ensure_weight_tying"),
-        budget=Budget(),
     )
 
 
@@ -163,9 +180,9 @@ def _object(text: Buffer) -> Mapping[str, object]:
 
 
 def _refuse_unsupported(raw: Mapping[str, object]) -> None:
-    for field in _UNSUPPORTED:
-        if raw.get(field):
-            raise refused(f"{field} is not supported, got {raw[field]!r:.100}.")
+    for name in _UNSUPPORTED:
+        if raw.get(name):
+            raise refused(f"{name} is not supported, got {raw[name]!r:.100}.")
     if raw.get("bias", "none") != "none":
         raise refused(f"bias must be 'none', not {raw['bias']!r:.60}.")
     init = raw.get("init_lora_weights", True)
@@ -174,19 +191,24 @@ def _refuse_unsupported(raw: Mapping[str, object]) -> None:
             f"init_lora_weights {init!r:.60} trains against changed base weights; save the adapter with "
             "path_initial_model_for_weight_conversion."
         )
-    for field, value in raw.items():
-        if field in _READ or field in _IRRELEVANT or field in _UNSUPPORTED:
+    for name, value in raw.items():
+        if name in _READ or name in _IRRELEVANT or name in _UNSUPPORTED:
             continue
         # A variant of LoRA that is newer than this code would come as a switch or as a section.
         if value is True or (isinstance(value, dict | list) and value):
-            raise refused(f"{shown(field)} is not a known field, got {value!r:.100}.")
+            raise refused(f"{shown(name)} is not a known field, got {value!r:.100}.")
 
 
-def _number(field: str, value: object, *, whole: bool = False) -> float:
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) < 1e9 or (whole and value <= 0):  # type: ignore[arg-type, operator]
-        raise refused(f"{field} must be {'a positive integer' if whole else 'a number'}, not {value!r:.60}.")
-    return value  # type: ignore[return-value]
+def _number(field: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9:
+        return value
+    raise refused(f"{field} must be a number, not {value!r:.60}.")
+
+
+def _count(field: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1e9:
+        return value
+    raise refused(f"{field} must be a positive integer, not {value!r:.60}.")
 
 
 def _flag(raw: Mapping[str, object], field: str) -> bool:
@@ -196,13 +218,13 @@ def _flag(raw: Mapping[str, object], field: str) -> bool:
     return bool(value)
 
 
-def _table(raw: Mapping[str, object], field: str, *, whole: bool = False) -> PatternTable:
+def _table(raw: Mapping[str, object], field: str, read: Callable[[str, object], float]) -> PatternTable:
     value = raw.get(field) or {}
     if not isinstance(value, dict):
         raise refused(f"{field} must be an object, not {value!r:.60}.")
     plain, patterns = dict[str, tuple[int, float]](), list[tuple[Pattern, tuple[int, float]]]()
     for order, (key, number) in enumerate(value.items()):
-        hit = (order, _number(f"{field}[{shown(key)}]", number, whole=whole))
+        hit = (order, read(f"{field}[{shown(key)}]", number))
         if _PLAIN.issuperset(key):
             plain[key] = hit
         else:
@@ -217,26 +239,29 @@ def _pattern(field: str, text: str) -> Pattern:
         raise refused(f"the expression {shown(text)} of {field} {exc}.") from exc
 
 
-def _fullmatch(field: str, text: str, path: str, budget: Budget) -> bool:
-    try:
-        return Pattern(text).fullmatch(path, budget)
-    except PatternRefused as exc:
-        raise refused(f"the expression {shown(text)} of {field} {exc}.") from exc
-
-
 def _names(raw: Mapping[str, object], field: str) -> Names | None:
+    """None when nothing can be checked: no value, `all-linear`, or an expression beyond what is matched here."""
     value = raw.get(field)
-    if value is None:
+    if not isinstance(value, str):
+        return None if value is None else _strings(field, value)
+    if value.lower() == _ALL_LINEAR:
         return None
-    return value if isinstance(value, str) else _strings(field, value)
+    try:
+        return Pattern(value)
+    except PatternRefused:
+        return None
 
 
-def _strings(field: str, value: object, *, plain: bool = False) -> tuple[str, ...]:
-    values = [value] if isinstance(value, str) and plain else value or []
-    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+def _strings(field: str, value: object) -> frozenset[str]:
+    if not isinstance(value, list | None) or not all(isinstance(item, str) for item in value or ()):
         raise refused(f"{field} must be a list of strings, not {value!r:.60}.")
-    if plain and not all(_PLAIN.issuperset(item) for item in values):
-        raise refused(f"{field} must be plain names, not {value!r:.60}.")
+    return frozenset(value or ())
+
+
+def _layers_pattern(value: object) -> tuple[str, ...]:
+    values = sorted(_strings("layers_pattern", [value] if isinstance(value, str) and value else value or None))
+    if not all(_PLAIN.issuperset(item) for item in values):
+        raise refused(f"layers_pattern must be plain names, not {value!r:.60}.")
     return tuple(values)
 
 
