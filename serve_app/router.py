@@ -74,7 +74,8 @@ def _score(key: str, candidate: Candidate) -> bytes:
 class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     """`choose` as a Serve request router; what a replica says of itself is in its routing stats (`replica.py`)."""
 
-    def initialize_state(self, load_factor: float, least_busy: int) -> None:
+    def initialize_state(self, capacity: int, load_factor: float, least_busy: int) -> None:
+        self._capacity = capacity
         self._patience = Patience(load_factor, least_busy)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -100,7 +101,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     def _candidate(self, name: str, replica: RunningReplica, wish: Wish) -> Candidate:
         is_ready, adapters = _reported(replica)
         load = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        return Candidate(name, load, replica.max_ongoing_requests, wish.adapter in adapters, is_ready)
+        return Candidate(name, load, self._capacity, wish.adapter in adapters, is_ready)
 
     def _publish(self) -> None:
         replicas = self.curr_replicas.values()

@@ -1,0 +1,141 @@
+"""The applications that config.yaml names: `api`, the ingress, and `model`, one per base model.
+
+Each base model is an application of its own: Serve restarts all deployments of an application when the arguments of
+one change, so this way adding or changing a model leaves the others and the ingress alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+
+from serve_app.api_config import parse_api_args
+from serve_app.errors import ConfigRefused
+from serve_app.ingress import Ingress
+from serve_app.model_config import ModelArgs, parse_model_args
+from serve_app.ray_replicas import ENGINE_DEPLOYMENT
+from serve_app.replica import Replica
+
+_DRAIN_CHECK_INTERVAL_S = 0.2
+_HEALTH_CHECK_PERIOD_S = 2.0
+_HEALTH_CHECK_TIMEOUT_S = 30.0
+_ROUTING_STATS_PERIOD_S = 1.0
+# Serve must not turn requests away before the engine does: it counts those that are being routed, not those that run.
+_QUEUED_PER_CAPACITY = 4
+
+
+class Gate:
+    """The root of a model's application, which does nothing: under HAProxy a root may not have a router of its own, so
+    the engine stands below it. The ingress asks the engine directly.
+    """
+
+    def __init__(self, engine: serve.handle.DeploymentHandle) -> None:
+        self._engine = engine
+
+
+def api(args: dict[str, object]) -> Application:
+    """The ingress; `args` as in `api_config.ApiArgs`."""
+    with _readable_errors():
+        parsed = parse_api_args(args)
+    options = {
+        "name": "ingress",
+        "num_replicas": parsed.replicas,
+        "max_ongoing_requests": parsed.max_ongoing_requests,
+        "ray_actor_options": {
+            "num_cpus": parsed.cpus_per_replica,
+            "runtime_env": _environment(CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false"),
+        },
+        **_lifecycle(parsed.graceful_shutdown_timeout_s),
+    }
+    return serve.deployment(serve.ingress()(Ingress)).options(**options).bind(parsed)
+
+
+def model(args: dict[str, object]) -> Application:
+    """One base model; `args` as in `model_config.ModelArgs`."""
+    with _readable_errors():
+        parsed = parse_model_args(args)
+    engine = serve.deployment(Replica).options(
+        name=ENGINE_DEPLOYMENT,
+        ray_actor_options=_engine_resources(parsed),
+        max_ongoing_requests=_QUEUED_PER_CAPACITY * parsed.capacity,
+        max_queued_requests=_QUEUED_PER_CAPACITY * parsed.capacity,
+        request_router_config={
+            "request_router_class": "serve_app.router.AffinityRouter",
+            "request_router_kwargs": {
+                "capacity": parsed.capacity,
+                "load_factor": parsed.load_factor,
+                "least_busy": parsed.least_busy,
+            },
+            "request_routing_stats_period_s": _ROUTING_STATS_PERIOD_S,
+            "initial_backoff_s": 0.005,
+            "max_backoff_s": 0.05,
+        },
+        **_scaling(parsed),
+        **_lifecycle(parsed.graceful_shutdown_timeout_s),
+    )
+    gate = serve.deployment(Gate).options(
+        name="gate", ray_actor_options={"num_cpus": 0, "runtime_env": _environment(CUDA_VISIBLE_DEVICES="")}
+    )
+    return gate.bind(engine.bind(parsed))
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """Serve shows a traceback for every exception but its own, of which it shows the message."""
+    try:
+        yield
+    except ConfigRefused as exc:
+        raise RayServeException(str(exc)) from exc
+
+
+def _scaling(args: ModelArgs) -> dict[str, object]:
+    counts = args.replicas
+    if counts.min == counts.max:
+        return {"num_replicas": counts.max}
+    return {
+        "autoscaling_config": {
+            "min_replicas": counts.min,
+            "max_replicas": counts.max,
+            "target_ongoing_requests": args.target_requests,
+            "upscale_delay_s": counts.upscale_delay_s,
+            "downscale_delay_s": counts.downscale_delay_s,
+        }
+    }
+
+
+def _lifecycle(graceful_shutdown_timeout_s: float) -> dict[str, object]:
+    return {
+        "graceful_shutdown_timeout_s": graceful_shutdown_timeout_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_CHECK_INTERVAL_S,
+        "health_check_period_s": _HEALTH_CHECK_PERIOD_S,
+        "health_check_timeout_s": _HEALTH_CHECK_TIMEOUT_S,
+    }
+
+
+def _engine_resources(args: ModelArgs) -> dict[str, object]:
+    environment = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+    if args.threads is not None:
+        environment["OMP_NUM_THREADS"] = str(args.threads)
+    if args.gpus_per_replica == 0:
+        # Ray leaves the variable alone for actors without devices: they would see all of them.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    resources: dict[str, object] = {
+        "num_cpus": args.cpus_per_replica,
+        "num_gpus": args.gpus_per_replica,
+        "runtime_env": _environment(**environment),
+    }
+    if args.accelerator_type is not None:
+        resources["accelerator_type"] = args.accelerator_type
+    return resources
+
+
+def _environment(**variables: str) -> dict[str, Mapping[str, str]]:
+    """A runtime environment with these variables and those of the application in config.yaml.
+
+    Serve drops the application's variables from a deployment that has any in code.
+    """
+    inherited = ray.get_runtime_context().runtime_env.get("env_vars", {}) if ray.is_initialized() else {}
+    return {"env_vars": {**inherited, **variables}}

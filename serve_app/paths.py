@@ -1,0 +1,43 @@
+"""Where the relative paths of config.yaml start: at the project root, wherever the process runs.
+
+Serve starts replicas in folders of its own, so the working directory says nothing. The root is `ROUNDHOUSE_ROOT`
+if that is set (for an installed package), else the folder of the checkout that this package lies in.
+"""
+
+import os
+from pathlib import Path
+
+from serve_app.errors import ConfigRefused
+
+
+def project_root() -> Path | None:
+    """None when the package is installed and nothing says where its project is."""
+    named = os.environ.get("ROUNDHOUSE_ROOT")  # noqa: TID251 - a property of the machine, needed to read a config at all
+    if named:
+        return Path(named).expanduser()
+    checkout = Path(__file__).resolve().parent.parent
+    return checkout if (checkout / "pyproject.toml").is_file() else None
+
+
+def resolve_source(source: str) -> str:
+    """The folder or `.gguf` file of a model, absolute; a hub id as it is.
+
+    What starts with "/", "." or "~", or ends with ".gguf", is a path. Raises `ConfigRefused` for a relative one
+    without a project root.
+    """
+    return resolve_path(source) if source.startswith(("/", ".", "~")) or source.endswith(".gguf") else source
+
+
+def resolve_path(path: str) -> str:
+    """A path, absolute; a URL as it is. Raises `ConfigRefused` for a relative path without a project root."""
+    if "://" in path:
+        return path
+    expanded = Path(path).expanduser()
+    if expanded.is_absolute():
+        return str(expanded)
+    root = project_root()
+    if root is None:
+        raise ConfigRefused(
+            f"The path {path!r} is relative, and this is not a checkout: set ROUNDHOUSE_ROOT or give it absolute."
+        )
+    return str(root / expanded)

@@ -1,0 +1,167 @@
+"""The replicas of the models behind Ray Serve: where a request is generated, and whether it can be."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
+
+from engines.errors import EngineError, QueueFull
+from engines.protocol import GenerateRequest, TokenDelta
+from serve_app.channel import Listener, Stream
+from serve_app.errors import NoReplica, ReplicaLost, ServingError
+from serve_app.model_watch import AppStatus, ModelWatch
+
+logger = logging.getLogger(__name__)
+
+ENGINE_DEPLOYMENT = "engine"
+T = TypeVar("T")
+
+
+class RayReplicas:
+    """`generation.Replicas` over the handles of Serve. Tokens come over the side channel, or with `listener` None as
+    Serve's own streams.
+    """
+
+    def __init__(self, watch: ModelWatch, listener: Listener | None, *, no_replica_timeout_s: float) -> None:
+        self._watch = watch
+        self._listener = listener
+        self._no_replica_timeout_s = no_replica_timeout_s
+        self._handles: dict[str, DeploymentHandle] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._calls)
+
+    def generate(self, deployment: str, request: GenerateRequest, *, affinity: str) -> AsyncGenerator[TokenDelta, None]:
+        digest = request.adapter.digest if request.adapter is not None else ""
+        handle = self._handle(deployment).options(multiplexed_model_id=digest, session_id=affinity)
+        if self._listener is None:
+            return self._over_serve(deployment, handle, request)
+        return self._over_channel(deployment, handle, request, self._listener)
+
+    async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
+        for deployment in deployments:
+            self._handle(deployment)  # what its router learns is what the watch knows
+        return {deployment: self._watch.why_not_ready(deployment) for deployment in deployments}
+
+    async def close(self) -> None:
+        """End what is still under way."""
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    def _handle(self, app: str) -> DeploymentHandle:
+        if app not in self._handles:
+            # Not checked: a model may be deployed after the ingress that names it.
+            handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, app_name=app, _check_exists=False)
+            self._handles[app] = handle.options(method_name="run")
+            self._watch.add(app)
+        return self._handles[app]
+
+    async def _over_channel(
+        self, app: str, handle: DeploymentHandle, request: GenerateRequest, listener: Listener
+    ) -> AsyncGenerator[TokenDelta, None]:
+        stream = listener.open()
+        response = handle.remote(request, listener.endpoint, stream.stream_id)
+        self._keep(_follow(response, stream))
+        accepted = self._keep(stream.accepted())
+        try:
+            await self._taken(app, accepted)
+            finished = False
+            while not finished:
+                delta = await stream.receive()
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            accepted.cancel()
+            if not stream.is_finished:
+                _cancel(response)
+            stream.close()
+
+    async def _over_serve(
+        self, app: str, handle: DeploymentHandle, request: GenerateRequest
+    ) -> AsyncGenerator[TokenDelta, None]:
+        response = handle.options(method_name="generate", stream=True).remote(request)
+        first = self._keep(anext(response))
+        try:
+            await self._taken(app, first)
+            delta: TokenDelta = first.result()
+            yield delta
+            async for delta in response:
+                yield delta
+        except Exception as exc:
+            raise _failure(exc) from exc
+        finally:
+            _cancel(response)
+
+    async def _taken(self, app: str, taken: asyncio.Future[T]) -> None:
+        """Wait until a replica has taken the request. Raises `NoReplica` when none is up for too long.
+
+        While replicas run but all are full, or while one is woken up, there is nothing to do but wait: how long is the
+        caller's business. Calls to what is not there wait for ever too, in silence.
+        """
+        while True:
+            if self._watch.has_failed(app):
+                raise NoReplica(f"The model's application {app!r} failed to deploy.")
+            done, _ = await asyncio.wait([taken], timeout=self._no_replica_timeout_s)
+            if done:
+                return
+            if self._watch.is_down(app):
+                raise NoReplica(f"The model's application {app!r} has no replica.")
+
+    def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run to the end even when the request it belongs to is gone; what Ray sends must be received."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, call: "asyncio.Task[Any]") -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # whoever waited for it has seen it
+
+
+async def _follow(response: DeploymentResponse, stream: Stream) -> None:
+    try:
+        await response
+    except Exception as exc:  # whatever it is, it ends this request and no other
+        stream.fail(_failure(exc))
+    else:
+        stream.call_ended()
+
+
+def _cancel(response: DeploymentResponse | DeploymentResponseGenerator) -> None:
+    # Not at once: Serve misses a call that was assigned to a replica in this very turn of the loop and whose
+    # waiting task did not run since.
+    asyncio.get_running_loop().call_soon(response.cancel)
+
+
+def _failure(exc: Exception) -> Exception:
+    """What a failed Serve call means to the caller of `generate`."""
+    cause = exc.cause if isinstance(exc, RayTaskError) else exc
+    if isinstance(cause, EngineError | ServingError):
+        return cause
+    if isinstance(cause, BackPressureError):
+        return QueueFull(cause.max_queued_requests)
+    if isinstance(cause, DeploymentUnavailableError):
+        return NoReplica("The model's application failed to deploy.")
+    if isinstance(cause, RayActorError | RequestCancelledError | TaskCancelledError):
+        return ReplicaLost("The replica was lost.")
+    return exc
+
+
+def read_statuses() -> dict[str, AppStatus]:
+    """What the controller says of each application. Blocks for milliseconds."""
+    statuses = {}
+    for name, app in serve.status().applications.items():
+        engine = app.deployments.get(ENGINE_DEPLOYMENT)
+        running = engine.replica_states.get("RUNNING", 0) if engine else 0
+        statuses[name] = AppStatus(app.status.value, engine.status.value if engine else "", running)
+    return statuses

@@ -1,0 +1,115 @@
+"""One model replica: one engine, its requests, its health."""
+
+import asyncio
+import importlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from engines.fake import FakeEngine
+from engines.protocol import Engine, EngineStats, GenerateRequest, TokenDelta
+from serve_app.channel import Endpoint
+from serve_app.local_replicas import LocalReplicas
+from serve_app.metrics import EngineMetrics
+from serve_app.model_config import HealthLimits, ModelArgs
+from serve_app.sentence import explain
+from serve_app.uplink import Links, run_request
+
+logger = logging.getLogger(__name__)
+
+_TORCH_ENGINE = ("engines.torch_engine", "TorchEngine")
+_REPORT_INTERVAL_S = 1.0
+
+
+class EngineUnhealthy(RuntimeError):
+    """The engine failed or makes no progress: Serve is to replace this replica."""
+
+
+class Replica:
+    """The Serve deployment of a model. Serve constructs it in the process that runs it, and finishes its requests
+    before it stops it (`graceful_shutdown_timeout_s`).
+    """
+
+    async def __init__(self, args: ModelArgs) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Returns when the engine can produce a token. Raises what `Engine.start` raises."""
+        self._limits = args.health
+        self._engine = _make_engine(args)
+        await self._engine.start()
+        self._links = Links()
+        self._local = LocalReplicas({"": self._engine})
+        self._serials = itertools.count(1)
+        self._metrics = EngineMetrics(args.id)
+        self._reporting = asyncio.get_running_loop().create_task(self._report())
+
+    async def run(self, request: GenerateRequest, endpoint: Endpoint, stream_id: int) -> None:
+        """Generate; the tokens go over the side channel. Lasts as long as the request; cancel it to stop."""
+        link = await self._links.to(endpoint)
+        await run_request(self._engine, self._with_own_id(request), link, stream_id)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """The same as a Serve stream, one message per step: for where replicas cannot connect to an ingress."""
+        deltas = self._local.generate("", self._with_own_id(request), affinity="")
+        try:
+            async for delta in deltas:
+                yield delta
+        finally:
+            await deltas.aclose()
+
+    def check_health(self) -> None:
+        """Serve calls this; a replica that raises repeatedly is replaced."""
+        stats = self._engine.stats()
+        if stats.failed:
+            raise EngineUnhealthy("The engine has failed.")
+        if stats.stalled_s > self._limits.restart_after_s:
+            raise EngineUnhealthy(f"The engine has made no progress for {stats.stalled_s:.0f} s.")
+
+    def record_routing_stats(self) -> dict[str, object]:
+        """What routers and readiness know of this replica (`router.py`); Serve asks for it every second."""
+        stats = self._engine.stats()
+        return {"is_ready": self._is_ready(stats), "adapters": list(stats.adapters)}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For autoscaling policies of one's own."""
+        stats = self._engine.stats()
+        used = stats.blocks_total - stats.blocks_free
+        return {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "kv_used_fraction": used / stats.blocks_total if stats.blocks_total else 0.0,
+        }
+
+    def reconfigure(self, user_config: Mapping[str, object]) -> None:
+        """Take over other health limits while running. Never raises: Serve would take all replicas down."""
+        try:
+            self._limits = HealthLimits.model_validate(user_config)
+        except ValidationError as exc:
+            logger.error("user_config is refused: %s", explain(exc.errors()[0], "user_config")[1])
+
+    async def __del__(self) -> None:
+        """Serve awaits this once the requests are finished or out of time."""
+        self._reporting.cancel()
+        await self._engine.close()
+        await self._links.close()
+
+    def _is_ready(self, stats: EngineStats) -> bool:
+        return not stats.failed and stats.stalled_s <= self._limits.stalled_after_s
+
+    def _with_own_id(self, request: GenerateRequest) -> GenerateRequest:
+        # Clients choose request ids, and two ingresses may forward the same one.
+        return replace(request, request_id=f"{request.request_id}/{next(self._serials)}")
+
+    async def _report(self) -> None:
+        while True:
+            self._metrics.record(self._engine.stats())
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+
+
+def _make_engine(args: ModelArgs) -> Engine:
+    if args.engine == "fake":
+        return FakeEngine(args.fake_config())
+    module, name = _TORCH_ENGINE  # by name: an ingress reads this module's neighbours without importing torch
+    engine: Engine = getattr(importlib.import_module(module), name)(args.engine_config())
+    return engine

@@ -1,0 +1,99 @@
+"""The arguments of the applications in config.yaml."""
+
+import dataclasses
+
+import pytest
+
+from engines.config import EngineConfig
+from serve_app.api_config import parse_api_args
+from serve_app.errors import ConfigRefused
+from serve_app.model_config import ModelArgs, parse_model_args
+from serve_app.paths import resolve_path, resolve_source
+
+MINIMAL = {"id": "m", "source": "owner/model"}
+NOT_ARGUMENTS = {"source", "device"}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"max_runing": 3}, "max_runing is not a known key, got 3."),
+        ({"id": None}, "id must be a string, got null."),
+        ({"engine": "vllm"}, "engine must be 'torch' or 'fake', got \"vllm\"."),
+        ({"gpus_per_replica": 2}, "gpus_per_replica must be at most 1, got 2."),
+        ({"max_running": 0}, "max_running must be at least 1, got 0."),
+        ({"max_running": True}, "max_running must be an integer, got true."),
+        ({"replicas": {"min": 3, "max": 2}}, "replicas.min must be at most max, which is 2, got 3."),
+        ({"replicas": {"most": 2}}, "replicas.most is not a known key, got 2."),
+        ({"health": {"stalled_after_s": 0}}, "health.stalled_after_s must be greater than 0, got 0."),
+        ({"exact": True, "dtype": "bfloat16"}, "exact needs dtype float32, not 'bfloat16'."),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_said_in_one_sentence(change, sentence):
+    with pytest.raises(ConfigRefused) as refused:
+        parse_model_args({**MINIMAL, **change})
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"replica": 2}, "replica is not a known key, got 2."),
+        ({"transport": "grpc"}, "transport must be 'channel' or 'serve', got \"grpc\"."),
+        ([], "args must be an object, got a list of 0."),
+    ],
+)
+def test_what_is_wrong_with_the_api_is_said_in_one_sentence(args, sentence):
+    with pytest.raises(ConfigRefused) as refused:
+        parse_api_args(args)
+    assert str(refused.value) == sentence
+
+
+def test_every_setting_of_an_engine_can_be_made_and_has_the_engines_own_default():
+    for field in dataclasses.fields(EngineConfig):
+        if field.name not in NOT_ARGUMENTS:
+            assert ModelArgs.model_fields[field.name].default == field.default, field.name
+
+
+def test_settings_reach_the_engine():
+    args = parse_model_args({**MINIMAL, "max_running": 7, "dtype": "float32", "context_length": 99, "exact": True})
+    config = args.engine_config()
+    assert (config.source, config.max_running, config.dtype, config.context_length) == ("owner/model", 7, "float32", 99)
+    assert config.exact
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (0.5, "cuda"), (1, "cuda")])
+def test_the_device_follows_from_what_ray_reserves(gpus, device):
+    assert parse_model_args({**MINIMAL, "gpus_per_replica": gpus}).engine_config().device == device
+
+
+def test_the_fake_engine_takes_the_limits_of_the_model():
+    args = parse_model_args({**MINIMAL, "engine": "fake", "max_waiting": 5, "fake": {"step_s": 0, "vocab_size": 500}})
+    config = args.fake_config()
+    assert (config.max_waiting, config.step_s, config.vocab_size, config.context_length) == (5, 0, 500, 32_768)
+
+
+def test_autoscaling_aims_below_the_batch_so_that_there_is_room_until_the_next_replica_is_up():
+    assert parse_model_args({**MINIMAL, "max_running": 64}).target_requests == 51
+    assert parse_model_args({**MINIMAL, "max_running": 1}).target_requests == 1
+    assert parse_model_args({**MINIMAL, "replicas": {"target": 9}}).target_requests == 9
+
+
+@pytest.mark.parametrize("source", [".cache/models/m", "./m", "models/m.gguf"])
+def test_relative_sources_start_at_the_project_root(source, monkeypatch):
+    monkeypatch.setenv("ROUNDHOUSE_ROOT", "/srv/project")
+    assert resolve_source(source) == f"/srv/project/{source.removeprefix('./')}"
+
+
+@pytest.mark.parametrize("source", ["owner/model", "/models/m", "/models/m.gguf"])
+def test_hub_ids_and_absolute_sources_stay_as_they_are(source):
+    assert resolve_source(source) == source
+
+
+def test_without_the_variable_the_project_root_is_the_checkout(monkeypatch):
+    monkeypatch.delenv("ROUNDHOUSE_ROOT", raising=False)
+    assert resolve_path("config.yaml") == str(resolve_path(__file__).partition("/tests/")[0] + "/config.yaml")
+
+
+def test_urls_are_no_paths():
+    assert resolve_path("s3://bucket/runs") == "s3://bucket/runs"
