@@ -8,12 +8,13 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
       models:                                # the base models; required, at least one
         - id: Qwen/Qwen3-8B                  # what clients put in `model`; required; no ":", ";", "/ep/" or spaces
           app: qwen3-8b                      # the Serve application whose replicas run it; required
-          source: /models/qwen3-8b           # folder or hub id: tokenizer, chat template, config.json; required
+          source: /models/qwen3-8b           # folder, .gguf file or hub id (tokenizer, template, config); required
           renderer: null                     # a name of renderers/registry.py; null: found from tokenizer and template
           context_length: null               # tokens, prompt and completion; null: max_position_embeddings of source
           variants: {"peft:131072": 131072}  # "<id>:peft:131072" is this model with that context length; default none
           allow_checkpoint_chat_template: false  # whether a checkpoint's own chat_template.jinja is used; off: it is
                                              # code that the owner of a checkpoint would run in this process
+          also_known_as: []                  # other names by which checkpoints call this base, such as a training path
           owned_by: roundhouse               # shown by GET /models
       checkpoints:
         roots: [/checkpoints, "s3://b/runs"] # where tinker:// paths are looked up, in order; default none
@@ -90,6 +91,7 @@ class ModelConfig(_Section):
     context_length: Tokens | None = None
     variants: Mapping[Annotated[str, AfterValidator(_variant)], Tokens] = {}
     allow_checkpoint_chat_template: bool = False
+    also_known_as: tuple[Text, ...] = Field(default=(), strict=False)
     owned_by: Text = "roundhouse"
 
 

@@ -20,6 +20,7 @@
     └── ServingError               ours
         ├── NoReplica                  no replica of the model is up, or it is draining
         ├── ReplicaLost                a replica died with this request
+        ├── NotReady                   asked for readiness
         ├── FirstTokenTimeout
         └── TotalTimeout
 
@@ -130,6 +131,10 @@ class ReplicaLost(ServingError):
     """The replica died or became unreachable with this request."""
 
 
+class NotReady(ServingError):
+    """A base model that must be up cannot produce a token now."""
+
+
 class FirstTokenTimeout(ServingError):
     """No token came in time."""
 
@@ -196,6 +201,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     CheckpointUnavailable: _Row(
         503, _SERVER, "checkpoint_unavailable", "The checkpoint store does not answer; try again.", 2
     ),
+    NotReady: _Row(503, _SERVER, "not_ready", retry_after_s=2),
     FirstTokenTimeout: _Row(503, _SERVER, "timeout", retry_after_s=5),
     TotalTimeout: _Row(503, _SERVER, "timeout"),
     engine_errors.NonFiniteLogits: _Row(500, _SERVER, "non_finite_logits", "The model computed NaN or infinity."),

@@ -22,14 +22,14 @@ class ClientLeft(Exception):
 
 @dataclass(slots=True)
 class Exchange:
-    """Made by the outermost middleware, filled in on the way in. `caller` is set once the key was checked."""
+    """Made by the outermost middleware, filled in on the way in."""
 
     scope: Scope
     receive: Receive
     send: Send
     record: RequestRecord
     started_at: float
-    caller: Caller | None = None
+    authenticated: Caller | None = None
     ignored_fields: tuple[str, ...] = ()
     response_started: bool = False
     extra_headers: dict[str, str] = field(default_factory=dict)
@@ -39,6 +39,12 @@ class Exchange:
         exchange = scope["exchange"]
         assert isinstance(exchange, cls)
         return exchange
+
+    @property
+    def caller(self) -> Caller:
+        """Whose key it is; only where a key is needed."""
+        assert self.authenticated is not None
+        return self.authenticated
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name; of several the first."""

@@ -69,7 +69,7 @@ def explain(error: ErrorDetails, whole: str) -> tuple[str, str]:
     elif error["type"] in ("too_short", "string_too_short") and context["min_length"] == 1:
         predicate = "must not be empty"
     elif error["type"] in _PREDICATES:
-        predicate = _PREDICATES[error["type"]].format(**context)
+        predicate = _PREDICATES[error["type"]].format(**{name: _plain(limit) for name, limit in context.items()})
     else:
         predicate = re.sub(r"^Input should ", "must ", error["msg"].removeprefix("Value error, "))
     if error["type"] == "missing":
@@ -89,6 +89,11 @@ def show(value: object, path: str = "") -> str:
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     return "an object" if isinstance(value, dict) else f"{value!r}"[:_SHOWN_CHARACTERS]
+
+
+def _plain(limit: object) -> object:
+    """1 rather than 1.0: limits are shown as people write them."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
 
 
 def _printable(name: str) -> str:

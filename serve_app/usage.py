@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from serve_app.catalog import Target
+from serve_app.response import Reply
+
 
 class Outcome(StrEnum):
     """How a request ended."""
@@ -38,6 +41,22 @@ class RequestRecord:
     reasoning_tokens: int = 0
     first_token_s: float | None = None
     duration_s: float = 0.0
+
+    def about(self, target: Target, *, streamed: bool) -> None:
+        """Note where the request goes, once it was accepted."""
+        self.model = target.model.id
+        self.adapter_digest = target.adapter.digest if target.adapter is not None else ""
+        self.streamed = streamed
+
+    def count(self, reply: Reply) -> None:
+        """Note how far the reply has come."""
+        usage = reply.usage
+        self.prompt_tokens = usage.prompt_tokens
+        self.cached_tokens = usage.cached_tokens
+        self.completion_tokens = usage.completion_tokens
+        self.reasoning_tokens = usage.reasoning_tokens
+        self.finish_reason = reply.finish_reason or ""
+        self.unparsed = reply.malformed
 
 
 class Recorder(Protocol):

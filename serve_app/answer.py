@@ -1,0 +1,99 @@
+"""An answer under way: a generation, what its tokens mean, and how they are shown."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import ParamSpec, TypeVar
+
+from engines.protocol import GenerateRequest, TokenDelta
+from serve_app.catalog import Catalog, Target
+from serve_app.chunks import Chunks, ReplyHead
+from serve_app.config import LimitsConfig
+from serve_app.generation import Generation, Replicas
+from serve_app.response import Part, Reply, WholeReply, fold
+from serve_app.tool_check import ToolCheck
+from serve_app.validate import ReplyOptions
+
+_INLINE_CHARACTERS = 2000  # rendering and tokenising more than this takes milliseconds: off the event loop
+_AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What answering takes: the catalogue and limits of one configuration, and whatever runs the engines."""
+
+    catalog: Catalog
+    limits: LimitsConfig
+    replicas: Replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The first token has come; the rest is read by `parts` or `whole`, once. `preface` makes a part to begin with.
+
+    Both raise what the engine raises, and `ReplyRefused`.
+    """
+
+    stream: bool
+    generation: Generation
+    reply: Reply
+    chunks: Chunks
+    tool_check: ToolCheck
+    preface: Callable[[TokenDelta], Part] | None = None
+
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """The reply as it comes. Close it."""
+        async with aclosing(self._unchecked()) as parts:
+            async for part in parts:
+                for call in part.tool_calls:
+                    self.tool_check.see(call)
+                if part.finish_reason is not None:
+                    self.tool_check.finish()
+                yield part
+
+    async def whole(self) -> WholeReply:
+        async with aclosing(self._unchecked()) as parts:
+            reply = await fold(parts)
+        self.reply.correct(reply)
+        for call in reply.tool_calls:
+            self.tool_check.see(call)
+        self.tool_check.finish()
+        return reply
+
+    async def _unchecked(self) -> AsyncGenerator[Part, None]:
+        delta = self.generation.first
+        if self.preface is not None:
+            yield self.preface(delta)
+        while True:
+            part = self.reply.feed(delta)
+            yield part
+            if part.finish_reason is not None:
+                return
+            delta = await self.generation.next()
+
+
+def new_head(prefix: str, target: Target, options: ReplyOptions, prompt_token_ids: tuple[int, ...] | None) -> ReplyHead:
+    """With a fresh id, which is also the request's in the engine: those that callers choose may repeat."""
+    return ReplyHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), target.requested, options, prompt_token_ids)
+
+
+def affinity_of(cache_key: str, request: GenerateRequest) -> str:
+    """What requests have in common that should share a replica's prefix cache: the caller's key, else the beginning."""
+    if cache_key:
+        return f"key:{cache_key}"
+    beginning = repr(request.prompt_token_ids[:_AFFINITY_TOKENS])
+    return "prompt:" + blake2b(beginning.encode(), digest_size=16).hexdigest()
+
+
+async def offloaded(num_characters: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function whose time grows with the text: in a thread, unless there is little text."""
+    if num_characters <= _INLINE_CHARACTERS:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

@@ -1,0 +1,156 @@
+"""What is served: from the `model` of a request, and who asks, to the model, its context length and the adapter."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from engines.protocol import Adapter
+from renderers.base import Renderer, TemplateRefused
+from serve_app.auth import Caller
+from serve_app.errors import CheckpointRefused, InvalidRequest, ModelNotFound
+from serve_app.model_id import BaseModelId, CheckpointPath, parse
+from serve_app.served_model import ServedModel
+
+_KEPT_RENDERERS = 64
+
+
+class Checkpoint(Protocol):
+    """A verified checkpoint in a local directory (`checkpoints.py`)."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def directory(self) -> str: ...
+
+    @property
+    def base_model(self) -> str | None: ...
+
+    @property
+    def owner(self) -> str | None: ...
+
+    @property
+    def public(self) -> bool: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+
+class Checkpoints(Protocol):
+    """Where checkpoints come from."""
+
+    async def resolve(self, path: CheckpointPath) -> Checkpoint:
+        """The content that the path has now. Raises a `CheckpointError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a request goes. `requested` comes back in the reply's `model`."""
+
+    requested: str
+    model: ServedModel
+    context_length: int
+    renderer: Renderer | None
+    adapter: Adapter | None = None
+
+    @property
+    def deployment(self) -> str:
+        return self.model.config.app
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The model's own end tokens; they always stop a reply."""
+        return self.model.end_token_ids | (self.renderer.stop_token_ids if self.renderer else frozenset())
+
+
+class Catalog:
+    """The models of one configuration."""
+
+    def __init__(self, models: Mapping[str, ServedModel], checkpoints: Checkpoints) -> None:
+        self.models = models
+        self._checkpoints = checkpoints
+        self._known_as = {name: model for model in models.values() for name in _names(model)}
+        self._renderers: OrderedDict[tuple[str, str], Renderer] = OrderedDict()
+
+    def visible_to(self, caller: Caller) -> list[ServedModel]:
+        return [model for model in self.models.values() if _may_use(caller, model)]
+
+    async def resolve(self, requested: str, caller: Caller) -> Target:
+        """Raises `InvalidRequest`, `ModelNotFound` or a `CheckpointError`."""
+        model_id = parse(requested)
+        named = None if model_id.base is None else self._base(model_id.base, caller)
+        if model_id.checkpoint is None:
+            assert named is not None
+            model, context_length = named
+            return Target(requested, model, context_length, model.renderer)
+        checkpoint = await self._checkpoint(model_id.checkpoint, caller)
+        model, context_length = self._base_of(model_id.checkpoint, checkpoint, named, caller)
+        adapter = Adapter(checkpoint.digest, str(checkpoint.directory))
+        return Target(requested, model, context_length, self._renderer(model, checkpoint), adapter)
+
+    def _base(self, base: BaseModelId, caller: Caller) -> tuple[ServedModel, int]:
+        model = self.models.get(base.name)
+        if model is None or not _may_use(caller, model):
+            raise _not_found(str(base))
+        if base.variant is None:
+            return model, model.context_length
+        context_length = model.config.variants.get(base.variant)
+        if context_length is None:
+            raise _not_found(str(base))
+        return model, context_length
+
+    async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> Checkpoint:
+        checkpoint = await self._checkpoints.resolve(path)
+        if not (checkpoint.public or checkpoint.owner is None or checkpoint.owner == caller.owner):
+            raise _not_found(str(path))
+        return checkpoint
+
+    def _base_of(
+        self, path: CheckpointPath, checkpoint: Checkpoint, named: tuple[ServedModel, int] | None, caller: Caller
+    ) -> tuple[ServedModel, int]:
+        trained_on = checkpoint.base_model
+        if trained_on is None:
+            if named is None:
+                raise InvalidRequest(f"The checkpoint {path} does not tell its base: use '<base>;{path}'.", "model")
+            return named
+        own = self._known_as.get(trained_on) or self._known_as.get(trained_on.partition(":")[0])
+        if named is not None and named[0] is not own:
+            raise InvalidRequest(
+                f"The checkpoint {path} was trained on {trained_on!r}, not on {named[0].id!r}.", "model"
+            )
+        if own is None or not _may_use(caller, own):
+            raise ModelNotFound(f"The base {trained_on!r} of the checkpoint {path} is not served.", "model")
+        if named is not None:
+            return named
+        variant = trained_on.partition(":")[2]
+        return own, own.config.variants.get(variant, own.context_length)
+
+    def _renderer(self, model: ServedModel, checkpoint: Checkpoint) -> Renderer | None:
+        """With the checkpoint's own template, if the catalogue lets it bring one."""
+        template = checkpoint.chat_template
+        if template is None or not model.config.allow_checkpoint_chat_template:
+            return model.renderer
+        key = (model.id, checkpoint.digest)
+        if key not in self._renderers:
+            try:
+                self._renderers[key] = model.renderer_with(template)
+            except TemplateRefused as exc:
+                raise CheckpointRefused(f"chat_template.jinja of the checkpoint cannot be used: {exc}") from exc
+            if len(self._renderers) > _KEPT_RENDERERS:
+                self._renderers.popitem(last=False)
+        self._renderers.move_to_end(key)
+        return self._renderers[key]
+
+
+def _names(model: ServedModel) -> tuple[str, ...]:
+    """What checkpoints may call this base."""
+    return (model.config.source, *model.config.also_known_as, model.id)
+
+
+def _may_use(caller: Caller, model: ServedModel) -> bool:
+    return caller.models is None or model.id in caller.models
+
+
+def _not_found(name: str) -> ModelNotFound:
+    return ModelNotFound(f"The model {name!r} does not exist, or this key may not use it.", "model")

@@ -1,0 +1,51 @@
+"""READ THIS FIRST: a chat request from its body to the answer under way, in one function."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from renderers.messages import Conversation
+from serve_app.answer import Answer, Edge, affinity_of, new_head, offloaded
+from serve_app.body import JsonObject
+from serve_app.chunks import ChatChunks
+from serve_app.exchange import Exchange
+from serve_app.generation import opened
+from serve_app.response import Reply, TextReader
+from serve_app.schema.chat import ChatBody
+from serve_app.schema.sampling import parse_body
+from serve_app.tool_check import ToolCheck
+from serve_app.validate import ChatRequest, generate_request, validate_chat
+
+
+@asynccontextmanager
+async def open_chat(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIterator[Answer]:
+    """Raises a `RequestError`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before it yields."""
+    body = parse_body(ChatBody, raw)
+    exchange.ignored_fields = body.ignored_fields()
+    target = await edge.catalog.resolve(body.model, exchange.caller)
+    request = validate_chat(body, target, edge.limits)
+    exchange.record.about(target, streamed=request.options.stream)
+    prompt = await offloaded(_size(request.conversation), request.renderer.render, request.conversation)
+    head = new_head("chatcmpl", target, request.options, prompt.token_ids)
+    generate = generate_request(request, prompt.token_ids, target, exchange.caller, request_id=head.id)
+    reply = Reply(
+        TextReader(target.model.table.detokenizer(prompt.token_ids), _stop_strings(request)),
+        request.renderer.parser(prompt, request.conversation.tools),
+        num_prompt_tokens=len(prompt.token_ids),
+        end_token_ids=target.end_token_ids,
+        separate_reasoning=request.separate_reasoning,
+    )
+    deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
+    async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
+        chunks, check = ChatChunks(head, target.model.table), ToolCheck(request.tool_rules)
+        yield Answer(request.options.stream, generation, reply, chunks, check)
+
+
+def _stop_strings(request: ChatRequest) -> tuple[str, ...]:
+    return (*request.options.stop_strings, *request.renderer.stop_strings)
+
+
+def _size(conversation: Conversation) -> int:
+    """Characters to render, roughly."""
+    texts = sum(len(message.text) + len(message.reasoning or "") for message in conversation.messages)
+    calls = sum(len(call.arguments) for message in conversation.messages for call in message.tool_calls)
+    return texts + calls + sum(200 + 100 * len(tool.parameters) for tool in conversation.tools)

@@ -1,0 +1,209 @@
+"""Replies as JSON: the chunks of a stream, and whole bodies.
+
+A chunk is put together from a head that is the same for the whole stream and the little that changes: this runs for
+every token. All of it is ASCII, since some readers of server-sent events end lines at U+2028 and its like.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from renderers.detokenize import TokenTable
+from renderers.messages import ToolCall
+from serve_app.logprobs import ChatLogprob, TextLogprobs, chat_logprob, text_logprobs
+from serve_app.response import Part, Scored, Usage, WholeReply
+from serve_app.schema.replies import ChatMessage, ToolCallReply, UsageReply
+from serve_app.validate import ReplyOptions
+
+_END = b"data: [DONE]\n\n"
+_quoted = json.encoder.encode_basestring_ascii
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """What all chunks of a reply share. `prompt_token_ids` None: they are not to be shown."""
+
+    id: str
+    created: int
+    model: str
+    options: ReplyOptions
+    prompt_token_ids: tuple[int, ...] | None
+
+
+class Chunks(Protocol):
+    """One endpoint's way to show a reply."""
+
+    def begin(self) -> bytes:
+        """The events before the first part."""
+
+    def part(self, part: Part) -> bytes:
+        """The events of one part; empty when it has nothing to show."""
+
+    def end(self, usage: Usage) -> bytes:
+        """The events after the last part."""
+
+    def whole(self, reply: WholeReply, usage: Usage) -> dict[str, object]:
+        """The body of a reply that is not streamed."""
+
+
+class ChatChunks:
+    """`chat.completion` and its chunks."""
+
+    def __init__(self, head: ReplyHead, table: TokenTable) -> None:
+        self._head = head
+        self._table = table
+        self._num_calls = 0
+        options = head.options
+        self._has_extras = options.return_token_ids or options.logprobs is not None
+        self._before_choice = _before_choice(head, "chat.completion.chunk")
+        self._before_delta = self._before_choice + '{"index":0,"delta":'
+        self._after = _after_choice(options)
+
+    def begin(self) -> bytes:
+        ids = _ids_field(self._head, (), is_first=True)
+        first = '{"role":"assistant","content":"","reasoning_content":null}'
+        return self._event(f'{first},"finish_reason":null,"logprobs":null{ids}')
+
+    def part(self, part: Part) -> bytes:
+        events = b""
+        if part.text or part.reasoning or part.tool_calls or (self._has_extras and part.token_ids):
+            extras = self._extras(part) if self._has_extras else '"logprobs":null'
+            events = self._event(f'{self._delta(part)},"finish_reason":null,{extras}')
+        if part.finish_reason is not None:
+            last = '{"content":null,"reasoning_content":null}'
+            ids = _ids_field(self._head, (), is_first=False)
+            events += self._event(f'{last},"finish_reason":"{part.finish_reason}","logprobs":null{ids}')
+        return events
+
+    def end(self, usage: Usage) -> bytes:
+        return _usage_event(self._head, "chat.completion.chunk", usage) + _END
+
+    def whole(self, reply: WholeReply, usage: Usage) -> dict[str, object]:
+        message: ChatMessage = {
+            "role": "assistant",
+            "content": reply.text or None,
+            "reasoning_content": reply.reasoning or None,
+            "name": None,
+            "tool_calls": [_call(call) for call in reply.tool_calls] or None,
+            "tool_call_id": None,
+        }
+        logprobs = None if self._head.options.logprobs is None else {"content": self._logprobs(reply.scored)}
+        choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": logprobs}
+        return _whole(self._head, "chat.completion", choice, reply, usage)
+
+    def _event(self, choice: str) -> bytes:
+        return f"{self._before_delta}{choice}{self._after}".encode("ascii")
+
+    def _delta(self, part: Part) -> str:
+        text = _quoted(part.text) if part.text else "null"
+        reasoning = _quoted(part.reasoning) if part.reasoning else "null"
+        if not part.tool_calls:
+            return f'{{"content":{text},"reasoning_content":{reasoning}}}'
+        calls = []
+        for call in part.tool_calls:
+            calls.append({"index": self._num_calls, **_call(call)})
+            self._num_calls += 1
+        return f'{{"content":{text},"reasoning_content":{reasoning},"tool_calls":{json.dumps(calls)}}}'
+
+    def _extras(self, part: Part) -> str:
+        logprobs = "null"
+        if self._head.options.logprobs is not None:
+            logprobs = json.dumps({"content": self._logprobs(part.scored)})
+        return f'"logprobs":{logprobs}{_ids_field(self._head, part.token_ids, is_first=False)}'
+
+    def _logprobs(self, scored: Sequence[Scored]) -> list[ChatLogprob]:
+        return [chat_logprob(entry.logprob, self._table) for entry in scored if entry.logprob is not None]
+
+
+class TextChunks:
+    """`text_completion`, as chunks and whole."""
+
+    def __init__(self, head: ReplyHead, table: TokenTable) -> None:
+        self._head = head
+        self._table = table
+        self._is_first = True
+        options = head.options
+        self._has_extras = options.return_token_ids or options.logprobs is not None
+        self._before_text = _before_choice(head, "text_completion") + '{"index":0,"text":'
+        self._after = _after_choice(options)
+
+    def begin(self) -> bytes:
+        return b""
+
+    def part(self, part: Part) -> bytes:
+        is_last = part.finish_reason is not None
+        if not (part.text or is_last or (self._has_extras and (part.token_ids or part.scored))):
+            return b""
+        finish = f'"{part.finish_reason}"' if is_last else "null"
+        extras = self._extras(part) if self._has_extras else '"logprobs":null'
+        return f'{self._before_text}{_quoted(part.text)},"finish_reason":{finish},{extras}{self._after}'.encode("ascii")
+
+    def end(self, usage: Usage) -> bytes:
+        return _usage_event(self._head, "text_completion", usage) + _END
+
+    def whole(self, reply: WholeReply, usage: Usage) -> dict[str, object]:
+        logprobs = None if self._head.options.logprobs is None else self._logprobs(reply.scored)
+        choice = {"index": 0, "text": reply.text, "finish_reason": reply.finish_reason, "logprobs": logprobs}
+        return _whole(self._head, "text_completion", choice, reply, usage)
+
+    def _extras(self, part: Part) -> str:
+        logprobs = "null" if self._head.options.logprobs is None else json.dumps(self._logprobs(part.scored))
+        ids = _ids_field(self._head, part.token_ids, is_first=self._is_first)
+        self._is_first = False
+        return f'"logprobs":{logprobs}{ids}'
+
+    def _logprobs(self, scored: Sequence[Scored]) -> TextLogprobs:
+        return text_logprobs(
+            [entry.logprob for entry in scored],
+            [entry.token_id for entry in scored],
+            [entry.offset for entry in scored],
+            self._table,
+        )
+
+
+def _before_choice(head: ReplyHead, kind: str) -> str:
+    about = {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+    return f'data: {json.dumps(about)[:-1]}, "choices": ['
+
+
+def _after_choice(options: ReplyOptions) -> str:
+    return '}],"usage":null}\n\n' if options.include_usage else "}]}\n\n"
+
+
+def _usage_event(head: ReplyHead, kind: str, usage: Usage) -> bytes:
+    if not head.options.include_usage:
+        return b""
+    return f'{_before_choice(head, kind)}],"usage":{json.dumps(_usage(usage))}}}\n\n'.encode("ascii")
+
+
+def _ids_field(head: ReplyHead, token_ids: Sequence[int], *, is_first: bool) -> str:
+    if not head.options.return_token_ids:
+        return ""
+    ids = f',"token_ids":{json.dumps(token_ids)}'
+    if is_first and head.prompt_token_ids is not None:
+        ids += f',"prompt_token_ids":{json.dumps(head.prompt_token_ids)}'
+    return ids
+
+
+def _whole(head: ReplyHead, kind: str, choice: dict[str, object], reply: WholeReply, usage: Usage) -> dict[str, object]:
+    if head.options.return_token_ids:
+        choice["token_ids"] = reply.token_ids
+        if head.prompt_token_ids is not None:
+            choice["prompt_token_ids"] = head.prompt_token_ids
+    about = {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+    return {**about, "choices": [choice], "usage": _usage(usage)}
+
+
+def _usage(usage: Usage) -> UsageReply:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def _call(call: ToolCall) -> ToolCallReply:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,50 @@
+"""Ends the work for a client that has gone away."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from serve_app.exchange import ClientLeft, Exchange
+
+
+class ClientWatch:
+    """A context whose body is cancelled, and left with `ClientLeft`, when the client closes the connection.
+
+    To be entered once the request body was read: it takes what the server says from then on.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._receive = exchange.receive
+        self._has_left = False
+        self._task: asyncio.Task[object] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.current_task()
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        assert self._watcher is not None
+        if not self._has_left:
+            self._watcher.cancel()
+            await asyncio.wait({self._watcher})
+            return
+        if not isinstance(exc, asyncio.CancelledError):  # it came too late to be noticed inside: take it here
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError as cancelled:
+                exc = exc or cancelled
+        still_cancelled = self._task.uncancel()
+        if isinstance(exc, asyncio.CancelledError) and not still_cancelled:
+            raise ClientLeft from exc
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._has_left = True
+        assert self._task is not None
+        self._task.cancel()

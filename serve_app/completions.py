@@ -1,0 +1,50 @@
+"""A completion request from its body to the answer under way: the path of `chat.py` without a renderer."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from serve_app.answer import Answer, Edge, affinity_of, new_head, offloaded
+from serve_app.body import JsonObject
+from serve_app.catalog import Target
+from serve_app.chunks import TextChunks
+from serve_app.exchange import Exchange
+from serve_app.generation import opened
+from serve_app.prompt import PromptTokens, detokenize, tokenize
+from serve_app.response import PlainParser, Reply, TextReader
+from serve_app.schema.completion import CompletionBody
+from serve_app.schema.sampling import parse_body
+from serve_app.tool_check import ToolCheck
+from serve_app.validate import CompletionRequest, ToolRules, generate_request, validate_completion
+
+
+@asynccontextmanager
+async def open_completion(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIterator[Answer]:
+    """Raises a `RequestError`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before it yields."""
+    body = parse_body(CompletionBody, raw)
+    exchange.ignored_fields = body.ignored_fields()
+    target = await edge.catalog.resolve(body.model, exchange.caller)
+    request = validate_completion(body, target, edge.limits)
+    exchange.record.about(target, streamed=request.options.stream)
+    prompt = await _prompt(request, target)
+    head = new_head("cmpl", target, request.options, None if request.from_chunks else prompt.token_ids)
+    generate = generate_request(request, prompt.token_ids, target, exchange.caller, request_id=head.id)
+    reader = TextReader(
+        target.model.table.detokenizer(prompt.token_ids),
+        request.options.stop_strings,
+        hidden_ids=target.model.table.added.special_ids,
+        offset=len(prompt.text) if request.echo else 0,
+    )
+    reply = Reply(reader, PlainParser(), num_prompt_tokens=len(prompt.token_ids), end_token_ids=target.end_token_ids)
+    chunks = TextChunks(head, target.model.table)
+    deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
+    async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
+        preface = prompt.echo if request.echo else None
+        yield Answer(request.options.stream, generation, reply, chunks, ToolCheck(ToolRules()), preface)
+
+
+async def _prompt(request: CompletionRequest, target: Target) -> PromptTokens:
+    if isinstance(request.prompt, str):
+        return await offloaded(len(request.prompt), tokenize, request.prompt, target.model)
+    if request.echo:
+        return await offloaded(4 * len(request.prompt), detokenize, request.prompt, target.model.table)
+    return PromptTokens(request.prompt)

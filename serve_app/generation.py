@@ -1,0 +1,59 @@
+"""The seam to the engines: a request goes to a deployment, its tokens come back."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from engines.protocol import GenerateRequest, TokenDelta
+from serve_app.errors import FirstTokenTimeout, ReplicaLost
+
+
+class Replicas(Protocol):
+    """Whatever runs the engines: Ray, or this process (`local_replicas.py`)."""
+
+    def generate(self, deployment: str, request: GenerateRequest, *, affinity: str) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of one generation, the last with a finish reason. Closing it ends the generation at once.
+
+        Requests with the same `affinity` (other than "") prefer the same replica. Raises an `EngineError`, `NoReplica`
+        or `ReplicaLost`.
+        """
+
+    async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
+        """For each deployment None if it can produce a token, else why not. Judged by progress, without waiting."""
+
+
+class Generation:
+    """A generation whose first delta has come. Whoever opened it closes it."""
+
+    def __init__(self, first: TokenDelta, rest: AsyncGenerator[TokenDelta, None]) -> None:
+        self.first = first
+        self._rest = rest
+
+    async def next(self) -> TokenDelta:
+        """Raises what `Replicas.generate` raises. Not to be called after the delta with the finish reason."""
+        try:
+            return await anext(self._rest)
+        except StopAsyncIteration as exc:
+            raise ReplicaLost("The replica ended the stream without a finish reason.") from exc
+
+
+@asynccontextmanager
+async def opened(deltas: AsyncGenerator[TokenDelta, None], first_token_timeout_s: float) -> AsyncIterator[Generation]:
+    """Wait for the first delta, so that a failure until then can still be an HTTP status; end it when left.
+
+    Raises `FirstTokenTimeout` besides what `Replicas.generate` raises.
+    """
+    try:
+        try:
+            async with asyncio.timeout(first_token_timeout_s) as limit:
+                first = await anext(deltas)
+        except StopAsyncIteration as exc:
+            raise ReplicaLost("The replica ended the stream before the first token.") from exc
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            raise FirstTokenTimeout(f"No token came within {first_token_timeout_s:g} s; try again.") from exc
+        yield Generation(first, deltas)
+    finally:
+        await deltas.aclose()

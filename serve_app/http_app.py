@@ -1,0 +1,144 @@
+"""The HTTP application: a handler of a few lines per endpoint, built from a `Service`. Knows neither Ray nor torch."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from engines.errors import AdapterChanged
+from serve_app.answer import Answer, Edge
+from serve_app.body import JsonObject, read_json
+from serve_app.chat import open_chat
+from serve_app.client_watch import ClientWatch
+from serve_app.completions import open_completion
+from serve_app.errors import MethodNotAllowed, NotFound, NotReady, TotalTimeout
+from serve_app.exchange import Exchange
+from serve_app.middleware import layers
+from serve_app.model_listing import describe, list_models
+from serve_app.service import Service
+from serve_app.sse import send_answer
+
+PREFIXES = ("/v1", "/services/tinker-prod/oai/api/v1")
+
+Handler = Callable[[Exchange], Awaitable[None]]
+OpenAnswer = Callable[[Edge, Exchange, JsonObject], AbstractAsyncContextManager[Answer]]
+
+
+def build_http_app(service: Service) -> Starlette:
+    """An ASGI application over the service, which stays the caller's to close."""
+    handlers = Handlers(service)
+    routes = [_route("GET", "/healthz", handlers.healthz), _route("GET", "/readyz", handlers.readyz)]
+    for prefix in PREFIXES:
+        routes += [
+            _route("POST", f"{prefix}/chat/completions", handlers.chat),
+            _route("POST", f"{prefix}/completions", handlers.completions),
+            _route("GET", f"{prefix}/models", handlers.models),
+            _route("GET", f"{prefix}/models/{{slug:path}}/endpoints", handlers.endpoints),
+            _route("GET", f"{prefix}/models/{{id:path}}", handlers.model),
+        ]
+    app = Starlette(routes=routes, middleware=layers(service), exception_handlers={HTTPException: _no_route})
+    app.router.redirect_slashes = False
+    return app
+
+
+class Handlers:
+    """The endpoints. What they raise is answered by `middleware.Catch`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def healthz(self, exchange: Exchange) -> None:
+        await exchange.send_json(200, {"status": "ok"})
+
+    async def readyz(self, exchange: Exchange) -> None:
+        models = self._service.settings.catalog.models
+        if not models:
+            raise NotReady(f"Nothing is served: {self._service.config_error}.")
+        reasons = await self._service.replicas.readiness({model.config.app for model in models.values()})
+        why_not = {name: reason for name, model in models.items() if (reason := reasons[model.config.app])}
+        if why_not:
+            raise NotReady("Not ready: " + "; ".join(f"{name!r}: {reason}" for name, reason in why_not.items()) + ".")
+        await exchange.send_json(200, {"status": "ready", "models": list(models)})
+
+    async def models(self, exchange: Exchange) -> None:
+        await exchange.send_json(200, list_models(self._service.settings.catalog, exchange.caller))
+
+    async def model(self, exchange: Exchange) -> None:
+        requested: str = exchange.scope["path_params"]["id"]
+        await exchange.send_json(200, await describe(self._service.settings.catalog, requested, exchange.caller))
+
+    async def endpoints(self, exchange: Exchange) -> None:
+        slug: str = exchange.scope["path_params"]["slug"]
+        raise NotFound(f"There is no marketplace slug {slug!r}.")
+
+    async def chat(self, exchange: Exchange) -> None:
+        await self._generate(exchange, open_chat)
+
+    async def completions(self, exchange: Exchange) -> None:
+        await self._generate(exchange, open_completion)
+
+    async def _generate(self, exchange: Exchange, open_answer: OpenAnswer) -> None:
+        service, settings = self._service, self._service.settings
+        edge = Edge(settings.catalog, settings.limits, service.replicas)
+        with service.limiter.admit(exchange.caller) as lease:
+            raw = await read_json(exchange, settings.limits, service.big_bodies)
+            async with ClientWatch(exchange), _time_limit(settings.limits.total_timeout_s), AsyncExitStack() as stack:
+                try:
+                    answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
+                except AdapterChanged:  # the checkpoint was replaced just now: its new content serves this request
+                    answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
+                exchange.record.first_token_s = exchange.elapsed_s()
+                try:
+                    await self._send(exchange, answer)
+                finally:
+                    exchange.record.count(answer.reply)
+                    lease.charge(answer.reply.usage.total_tokens)
+
+    async def _send(self, exchange: Exchange, answer: Answer) -> None:
+        if answer.stream:
+            await send_answer(exchange, answer, self._service.keep_alive_s)
+            return
+        whole = await answer.whole()
+        await exchange.send_json(200, answer.chunks.whole(whole, answer.reply.usage))
+
+
+class _Endpoint:
+    """A handler as an ASGI application, which is what routes take besides functions of Starlette's own requests."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(Exchange.of(scope))
+
+
+def _route(method: str, path: str, handler: Handler) -> Route:
+    return Route(path, _Endpoint(handler), methods=[method])
+
+
+async def _no_route(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    exchange = Exchange.of(request.scope)
+    method, path = request.scope["method"], request.scope["path"]
+    if exc.status_code == 405:
+        exchange.extra_headers["allow"] = (exc.headers or {}).get("Allow", "")
+        raise MethodNotAllowed(f"The path {path!r} does not take the method {method}.") from exc
+    raise NotFound(f"There is no path {path!r}.") from exc
+
+
+@asynccontextmanager
+async def _time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raises `TotalTimeout` when its body takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as exc:
+        if not limit.expired():
+            raise
+        raise TotalTimeout(f"The request took longer than {seconds:g} s.") from exc

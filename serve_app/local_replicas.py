@@ -1,0 +1,94 @@
+"""Engines in this process as `Replicas`: for tests, tools and benchmarks; a service runs them behind Ray."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+
+from engines.errors import EngineError
+from engines.protocol import Engine, GenerateRequest, Output, TokenDelta
+from serve_app.errors import NoReplica
+from serve_app.frames import merge
+
+STALLED_AFTER_S = 30.0
+
+
+class _Stream:
+    """What came for one request and was not read yet."""
+
+    def __init__(self) -> None:
+        self._unread: deque[TokenDelta] = deque()
+        self._error: EngineError | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, event: TokenDelta | EngineError) -> None:
+        if isinstance(event, EngineError):
+            self._error = event
+        else:
+            self._unread.append(event)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> TokenDelta:
+        """All that came since the last call. Raises the error that ended the request."""
+        while not self._unread:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if len(self._unread) == 1:
+            return self._unread.popleft()
+        delta = merge(self._unread)
+        self._unread.clear()
+        return delta
+
+
+class LocalReplicas:
+    """One started engine per deployment. Also the sink of all their outputs."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+        self._streams: dict[str, _Stream] = {}
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output.event)
+
+    async def generate(
+        self, deployment: str, request: GenerateRequest, *, affinity: str
+    ) -> AsyncGenerator[TokenDelta, None]:
+        del affinity  # there is one replica
+        engine = self._engines.get(deployment)
+        if engine is None:
+            raise NoReplica(f"There is no deployment {deployment!r}.")
+        stream = self._streams[request.request_id] = _Stream()
+        finished = False
+        try:
+            engine.submit(request, self)
+            while not finished:
+                delta = await stream.get()
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._streams[request.request_id]
+            if not finished:
+                engine.abort(request.request_id)
+
+    async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
+        return {deployment: self._why_not(deployment) for deployment in deployments}
+
+    def _why_not(self, deployment: str) -> str | None:
+        engine = self._engines.get(deployment)
+        if engine is None:
+            return "it is not running"
+        stats = engine.stats()
+        if stats.failed:
+            return "its engine has failed"
+        if stats.stalled_s > STALLED_AFTER_S:
+            return f"its engine has made no progress for {stats.stalled_s:.0f} s"
+        return None

@@ -1,0 +1,149 @@
+"""Pure ASGI middleware. `layers` is the whole list, outermost first.
+
+All of them pass on what is not HTTP. What they know of a request travels in its `Exchange`, at `scope["exchange"]`.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.errors import to_http
+from serve_app.exchange import ClientLeft, Exchange
+from serve_app.service import Service
+from serve_app.sse import send_failure
+from serve_app.usage import Outcome, Recorder, RequestRecord
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def layers(service: Service) -> list[Middleware]:
+    return [
+        Middleware(Identify),
+        Middleware(Record, recorder=service.recorder),
+        Middleware(Catch),
+        Middleware(Authenticate, service=service),
+    ]
+
+
+class Identify:
+    """Opens the exchange and gives the request an id: the client's own if it is a sane one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            record = RequestRecord("", scope["method"], scope["path"])
+            exchange = Exchange(scope, receive, send, record, time.monotonic())
+            asked = exchange.header(b"x-request-id") or ""
+            record.request_id = asked if _SANE_ID.fullmatch(asked) else uuid.uuid4().hex
+            scope["exchange"] = exchange
+        await self._app(scope, receive, send)
+
+
+class Record:
+    """Counts and logs every request once, when it has ended."""
+
+    def __init__(self, app: ASGIApp, recorder: Recorder) -> None:
+        self._app = app
+        self._recorder = recorder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope)
+        record = exchange.record
+        self._recorder.request_started(record)
+        try:
+            await self._app(scope, receive, send)
+        except BaseException:
+            record.outcome = Outcome.LEFT
+            raise
+        finally:
+            record.duration_s = exchange.elapsed_s()
+            self._recorder.request_ended(record)
+            if scope["path"] not in OPEN_PATHS:
+                _log(record)
+
+
+class Catch:
+    """Turns whatever is raised into the one error shape: a response, or the last event of a stream that has begun."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except ClientLeft:
+            Exchange.of(scope).record.outcome = Outcome.LEFT
+        except Exception as exc:
+            if scope["type"] != "http":
+                raise
+            await _answer(Exchange.of(scope), exc)
+
+
+class Authenticate:
+    """Lets in who has a key, before anything of the body is read."""
+
+    def __init__(self, app: ASGIApp, service: Service, now: Callable[[], datetime] | None = None) -> None:
+        self._app = app
+        self._service = service
+        self._now = now or (lambda: datetime.now(UTC))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            exchange = Exchange.of(scope)
+            authorization = exchange.header(b"authorization")
+            caller = self._service.settings.keyring.authenticate(authorization, self._now())
+            exchange.authenticated = caller
+            exchange.record.key_name = caller.name
+        await self._app(scope, receive, send)
+
+
+async def _answer(exchange: Exchange, exc: Exception) -> None:
+    error, record = to_http(exc), exchange.record
+    is_ours = error.status >= 500
+    record.status, record.error_code = error.status, error.code or error.type
+    record.outcome = Outcome.FAILED if is_ours else Outcome.REFUSED
+    if error.status == 500:
+        logger.error("request_id=%s failed", record.request_id, exc_info=exc)
+    elif is_ours:
+        logger.warning("request_id=%s %s: %s", record.request_id, type(exc).__name__, exc)
+    if exchange.response_started:
+        await send_failure(exchange, error)
+    else:
+        await exchange.send_error(error)
+    record.status = error.status
+
+
+def _log(record: RequestRecord) -> None:
+    logger.info(
+        "request_id=%s key=%s %s %s status=%d outcome=%s code=%s model=%s adapter=%s prompt_tokens=%d cached_tokens=%d "
+        "completion_tokens=%d finish_reason=%s first_token_ms=%d duration_ms=%d",
+        record.request_id,
+        record.key_name,
+        record.method,
+        record.path,
+        record.status,
+        record.outcome,
+        record.error_code,
+        record.model,
+        record.adapter_digest[:12],
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.completion_tokens,
+        record.finish_reason,
+        round(1000 * (record.first_token_s or 0)),
+        round(1000 * record.duration_s),
+    )

@@ -1,0 +1,45 @@
+"""The prompt of a completion as tokens, and as the text that `echo` repeats."""
+
+from dataclasses import dataclass
+
+from engines.protocol import TokenDelta
+from renderers.detokenize import TokenTable, visible_text
+from serve_app.errors import InvalidRequest
+from serve_app.response import Part, Scored
+from serve_app.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """`offsets`: for each token the character of `text` that it begins at. Both are empty unless they are needed."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+    offsets: tuple[int, ...] = ()
+
+    def echo(self, first: TokenDelta) -> Part:
+        """The part that repeats the prompt, with its log-probabilities if the engine computed them."""
+        scored = tuple(map(Scored, self.token_ids, first.prompt_logprobs, self.offsets)) if self.offsets else ()
+        return Part(text=self.text, scored=scored)
+
+
+def tokenize(prompt: str, model: ServedModel) -> PromptTokens:
+    """By the tokenizer's defaults; the text of a special token is that token. Raises `InvalidRequest`."""
+    encoding = model.tokenizer.backend_tokenizer.encode(prompt)
+    if not encoding.ids:
+        raise InvalidRequest(f"prompt must have at least one token, got {len(prompt)} characters with none.", "prompt")
+    return PromptTokens(tuple(encoding.ids), prompt, tuple(start for start, _ in encoding.offsets))
+
+
+def detokenize(token_ids: tuple[int, ...], table: TokenTable) -> PromptTokens:
+    """The text and offsets of a prompt that came as token ids; special tokens do not show."""
+    detokenizer, length = table.detokenizer(), 0
+    texts: list[str] = []
+    offsets: list[int] = []
+    for token_id in token_ids:
+        offsets.append(length)
+        pieces = visible_text(detokenizer.feed((token_id,)), table.added.special_ids)
+        texts += [piece.text for piece in pieces]
+        length += sum(len(piece.text) for piece in pieces)
+    texts += [piece.text for piece in detokenizer.flush()]
+    return PromptTokens(token_ids, "".join(texts), tuple(offsets))

@@ -1,0 +1,119 @@
+"""One base model as the edge sees it: tokenizer, renderer, limits. Loading one takes seconds: not on the event loop."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from renderers import registry
+from renderers.base import Renderer
+from renderers.detokenize import DecoderUnknown, TokenTable, token_table
+from serve_app.config import ModelConfig
+from serve_app.errors import ConfigRefused
+from serve_app.paths import resolve_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`renderer` None: the model has no chat template, so it takes no chats. `end_token_ids` always end a reply,
+    as do those of the renderer.
+    """
+
+    config: ModelConfig
+    tokenizer: "PreTrainedTokenizerBase"
+    table: TokenTable
+    renderer: Renderer | None
+    context_length: int
+    vocab_size: int
+    end_token_ids: frozenset[int]
+    created: int
+
+    @property
+    def id(self) -> str:
+        return self.config.id
+
+    def renderer_with(self, chat_template: str) -> Renderer:
+        """The same family with another template. Raises `RenderError`."""
+        return registry.build(self.config.renderer, self.tokenizer, chat_template)
+
+
+def load_model(config: ModelConfig) -> ServedModel:
+    """Raises `ConfigRefused` with one sentence."""
+    source = resolve_source(config.source)
+    tokenizer = _load_tokenizer(config, source)
+    facts = _read_json(source, "config.json")
+    facts = {**facts, **facts.get("text_config", {})}
+    context_length = config.context_length or facts.get("max_position_embeddings")
+    if not isinstance(context_length, int):
+        raise ConfigRefused(f"The model {config.id!r} needs context_length: {source!r} does not tell it.")
+    return ServedModel(
+        config=config,
+        tokenizer=tokenizer,
+        table=_token_table(config, tokenizer),
+        renderer=_build_renderer(config, tokenizer),
+        context_length=context_length,
+        vocab_size=max(len(tokenizer), int(facts.get("vocab_size") or 0)),
+        end_token_ids=_end_token_ids(tokenizer, source),
+        created=int(time.time()),
+    )
+
+
+def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBase":
+    # Imported here: it takes seconds, and most of what imports the catalogue never loads a model.
+    from transformers import AutoTokenizer
+
+    path = Path(source)
+    try:
+        if path.suffix == ".gguf":
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be loaded from {source!r}.") from exc
+    if not tokenizer.is_fast:
+        raise ConfigRefused(f"The tokenizer of the model {config.id!r} is not a fast one.")
+    # Some are saved with settings for training; requests are never cut or padded.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def _token_table(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> TokenTable:
+    try:
+        return token_table(tokenizer.backend_tokenizer)
+    except DecoderUnknown as exc:
+        raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be served: {exc}") from exc
+
+
+def _build_renderer(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> Renderer | None:
+    if config.renderer is None and not tokenizer.chat_template:
+        return None
+    try:
+        return registry.build(config.renderer, tokenizer, None)
+    except (KeyError, ValueError) as exc:
+        raise ConfigRefused(f"The model {config.id!r} cannot have the renderer {config.renderer!r}: {exc}") from exc
+
+
+def _end_token_ids(tokenizer: "PreTrainedTokenizerBase", source: str) -> frozenset[int]:
+    """The tokenizer's end token, and those that the model's generation settings add."""
+    told = _read_json(source, "generation_config.json").get("eos_token_id")
+    ids = told if isinstance(told, list) else [told]
+    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
+
+
+def _read_json(source: str, name: str) -> Mapping[str, Any]:
+    """A file of the model's folder or hub repository; empty if it has none."""
+    from transformers.utils import cached_file
+
+    if source.endswith(".gguf"):
+        return {}
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    if found is None:
+        return {}
+    parsed = json.loads(Path(found).read_text(encoding="utf-8"))
+    return parsed if isinstance(parsed, dict) else {}

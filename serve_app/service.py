@@ -1,0 +1,96 @@
+"""What the HTTP application is built around: the settings in force, and the parts that outlive them."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from serve_app.auth import Keyring
+from serve_app.catalog import Catalog, Checkpoints
+from serve_app.config import CheckpointsConfig, LimitsConfig, ModelConfig, ServiceConfig, parse_config
+from serve_app.errors import ConfigRefused
+from serve_app.generation import Replicas
+from serve_app.limits import Limiter
+from serve_app.served_model import ServedModel, load_model
+from serve_app.usage import NullRecorder, Recorder
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One configuration, taken over as a whole. A request keeps those that it started with."""
+
+    limits: LimitsConfig
+    catalog: Catalog
+    keyring: Keyring
+
+
+class Service:
+    """Owns the settings in force and what all requests share. `close` it."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        open_checkpoints: Callable[[CheckpointsConfig], Checkpoints],
+        *,
+        recorder: Recorder | None = None,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        """`keep_alive_s`: a stream that is silent for this long gets a comment."""
+        self.replicas = replicas
+        self.recorder: Recorder = recorder or NullRecorder()
+        self.keep_alive_s = keep_alive_s
+        self.limiter = Limiter()
+        # One thread: bodies that take long to parse are parsed one after another, which bounds the memory they take.
+        self.big_bodies = ThreadPoolExecutor(1, thread_name_prefix="body")
+        self.config_error: str | None = "there is no configuration yet"
+        self._open_checkpoints = open_checkpoints
+        self._config: ServiceConfig | None = None
+        self._checkpoints = open_checkpoints(CheckpointsConfig())
+        self._changing = asyncio.Lock()
+        limits = LimitsConfig()
+        self.settings = Settings(limits, Catalog({}, self._checkpoints), Keyring((), limits))
+
+    async def reconfigure(self, raw: object) -> None:
+        """Take a configuration over, or keep the last good one and say why. Never raises: in Ray that would take the
+        ingress down. Models that did not change are not loaded again; requests under way finish as they began.
+        """
+        async with self._changing:
+            try:
+                await self._take_over(parse_config(raw))
+            except ConfigRefused as exc:
+                self._note(str(exc))
+            except Exception as exc:  # a tokenizer or template can fail in ways of its own
+                logger.exception("The configuration cannot be taken over.")
+                self._note(f"The configuration cannot be taken over: {type(exc).__name__}.")
+            else:
+                self._note(None)
+
+    def close(self) -> None:
+        self.big_bodies.shutdown(wait=False, cancel_futures=True)
+
+    async def _take_over(self, config: ServiceConfig) -> None:
+        keyring = await asyncio.to_thread(Keyring, config.keys, config.limits)
+        loaded = list(self.settings.catalog.models.values())
+        models = [await self._model(model, loaded) for model in config.models]
+        if self._config is None or self._config.checkpoints != config.checkpoints:
+            self._checkpoints = self._open_checkpoints(config.checkpoints)
+        self._config = config
+        catalog = Catalog({model.id: model for model in models}, self._checkpoints)
+        self.settings = Settings(config.limits, catalog, keyring)
+
+    async def _model(self, config: ModelConfig, loaded: list[ServedModel]) -> ServedModel:
+        same = next((model for model in loaded if model.config == config), None)
+        return await asyncio.to_thread(load_model, config) if same is None else same
+
+    def _note(self, error: str | None) -> None:
+        self.config_error = error
+        self.recorder.config_checked(error)
+        if error is None:
+            logger.info("Configuration taken over: %d models.", len(self.settings.catalog.models))
+        else:
+            logger.error("Configuration refused, the last good one stays: %s", error)

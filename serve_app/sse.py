@@ -1,0 +1,71 @@
+"""Server-sent events: a stream that is never silent for long, and never just stops."""
+
+import asyncio
+import json
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Self
+
+from serve_app.answer import Answer
+from serve_app.errors import HttpError
+from serve_app.exchange import Exchange
+
+HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_KEEP_ALIVE = b": keep-alive\n\n"
+_LAST_WORDS_TIMEOUT_S = 5.0  # for a client that does not read any more
+
+
+async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -> None:
+    """Send all parts as events, and `[DONE]`. Raises what `Answer.parts` raises; `send_failure` is to follow then."""
+    await exchange.start(200, HEADERS)
+    async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.parts()) as parts:
+        beginning = answer.chunks.begin()
+        async for part in parts:
+            content = beginning + answer.chunks.part(part)
+            beginning = b""
+            if content:
+                await events.write(content)
+        await events.write(answer.chunks.end(answer.reply.usage))
+    await exchange.send({"type": "http.response.body", "body": b""})
+
+
+async def send_failure(exchange: Exchange, error: HttpError) -> None:
+    """End a stream that has begun with an error event, and without `[DONE]`."""
+    event = f"data: {json.dumps(error.body())}\n\n".encode()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
+            await exchange.send({"type": "http.response.body", "body": event})
+
+
+class EventStream:
+    """The body of a response that has started. Sends a comment whenever nothing was written for `keep_alive_s`."""
+
+    def __init__(self, exchange: Exchange, keep_alive_s: float) -> None:
+        self._send = exchange.send
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._wrote_at = self._loop.time()
+        self._heart: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._heart = self._loop.create_task(self._beat())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._heart is not None
+        self._heart.cancel()
+        await asyncio.wait({self._heart})
+
+    async def write(self, content: bytes) -> None:
+        self._wrote_at = self._loop.time()
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def _beat(self) -> None:
+        while True:
+            silent_s = self._loop.time() - self._wrote_at
+            if silent_s < self._keep_alive_s:
+                await asyncio.sleep(self._keep_alive_s - silent_s)
+            else:
+                await self.write(_KEEP_ALIVE)

@@ -1,0 +1,34 @@
+"""The reply against `tool_choice` and `parallel_tool_calls`: a model cannot be made to follow them, only be checked."""
+
+from renderers.messages import ToolCall
+from serve_app.errors import ReplyRefused
+from serve_app.schema.chat import NamedFunction
+from serve_app.validate import ToolRules
+
+
+class ToolCheck:
+    """Sees every call of one reply before the caller does."""
+
+    def __init__(self, rules: ToolRules) -> None:
+        self._rules = rules
+        self._num_calls = 0
+
+    def see(self, call: ToolCall) -> None:
+        """Raises `ReplyRefused`."""
+        self._num_calls += 1
+        choice = self._rules.choice
+        if choice == "none":
+            raise ReplyRefused("The model called a function, against tool_choice 'none'.", "tool_choice")
+        if isinstance(choice, NamedFunction) and call.name != choice.name:
+            raise ReplyRefused(f"The model called another function than tool_choice {choice.name!r}.", "tool_choice")
+        if self._num_calls > 1 and not self._rules.parallel:
+            raise ReplyRefused(
+                "The model called more than one function, against parallel_tool_calls false.", "parallel_tool_calls"
+            )
+
+    def finish(self) -> None:
+        """At the end of the reply. Raises `ReplyRefused`."""
+        choice = self._rules.choice
+        if self._num_calls == 0 and choice not in ("none", "auto"):
+            shown = choice.name if isinstance(choice, NamedFunction) else choice
+            raise ReplyRefused(f"The model called no function, against tool_choice {shown!r}.", "tool_choice")

@@ -1,0 +1,271 @@
+"""Every rule between fields, and between a request and its model; the only maker of the validated requests."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engines.protocol import GenerateRequest, SamplingParams
+from renderers.base import Renderer
+from renderers.messages import Conversation, Message, Role, TextPart, Tool, ToolCall
+from serve_app.auth import Caller
+from serve_app.catalog import Target
+from serve_app.config import LimitsConfig
+from serve_app.errors import InvalidRequest
+from serve_app.schema.chat import ChatBody, ImageContent, MessageBody, NamedFunction, ToolBody, ToolChoice
+from serve_app.schema.completion import CompletionBody, ImageChunk, Prompt
+from serve_app.schema.sampling import SamplingFields
+
+_LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it overflow float32; it is greedy in effect long before
+_UINT64 = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyOptions:
+    """What the reply is to hold and how it is sent. `logprobs`: how many alternatives, None for none at all."""
+
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    logprobs: int | None
+    stop_strings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRules:
+    """What the reply is checked against."""
+
+    choice: ToolChoice = "auto"
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat that its model can take. `sampling.max_tokens` is set by `generate_request`."""
+
+    conversation: Conversation
+    renderer: Renderer
+    tool_rules: ToolRules
+    separate_reasoning: bool
+    max_tokens: int | None
+    sampling: SamplingParams
+    options: ReplyOptions
+    affinity: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A prompt that its model can take, as text or as token ids; `from_chunks`: it came as `prompt_chunks`."""
+
+    prompt: Prompt
+    from_chunks: bool
+    echo: bool
+    max_tokens: int | None
+    sampling: SamplingParams
+    options: ReplyOptions
+    affinity: str
+
+
+def validate_chat(body: ChatBody, target: Target, limits: LimitsConfig) -> ChatRequest:
+    """Raises `InvalidRequest` or `RenderError`."""
+    if target.renderer is None:
+        raise InvalidRequest(
+            f"The model {target.model.id!r} has no chat template; use POST /completions with a prompt.", "model"
+        )
+    _at_most("messages", len(body.messages), limits.messages)
+    _at_most("tools", len(body.tools or ()), limits.tools)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest(f"top_logprobs needs logprobs to be true, got {body.top_logprobs}.", "top_logprobs")
+    target.renderer.check_effort(body.reasoning_effort)
+    tools = _tools(body.tools or ())
+    messages = tuple(_message(message, index) for index, message in enumerate(body.messages))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return ChatRequest(
+        conversation=Conversation(messages, tools, body.reasoning_effort),
+        renderer=target.renderer,
+        tool_rules=_tool_rules(body, tools, target),
+        separate_reasoning=body.separate_reasoning is not False,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        sampling=_sampling(body, target, limits, logprobs=logprobs),
+        options=_options(body, limits, logprobs=logprobs),
+        affinity=body.prompt_cache_key or "",
+    )
+
+
+def validate_completion(body: CompletionBody, target: Target, limits: LimitsConfig) -> CompletionRequest:
+    """Raises `InvalidRequest`."""
+    prompt = _prompt(body, target)
+    echo = bool(body.echo)
+    if echo and body.prompt_chunks is not None:
+        raise InvalidRequest("echo needs prompt; it cannot repeat prompt_chunks, got true.", "echo")
+    if body.max_tokens == 0 and not echo:
+        raise InvalidRequest("max_tokens must be at least 1 (or 0 together with echo), got 0.", "max_tokens")
+    sampling = _sampling(body, target, limits, logprobs=body.logprobs)
+    return CompletionRequest(
+        prompt=prompt,
+        from_chunks=body.prompt_chunks is not None,
+        echo=echo,
+        max_tokens=body.max_tokens,
+        sampling=replace(sampling, prompt_logprobs=body.logprobs if echo else None),
+        options=_options(body, limits, logprobs=body.logprobs),
+        affinity=body.prompt_cache_key or "",
+    )
+
+
+def generate_request(
+    request: ChatRequest | CompletionRequest,
+    prompt_token_ids: Sequence[int],
+    target: Target,
+    caller: Caller,
+    *,
+    request_id: str,
+) -> GenerateRequest:
+    """Fit prompt and reply into the context. Raises `InvalidRequest`."""
+    num_prompt, limit = len(prompt_token_ids), target.context_length
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if num_prompt > limit or (num_prompt == limit and request.max_tokens != 0):
+        raise InvalidRequest(
+            f"{param} must have fewer tokens than the model's context window of {limit}, got {num_prompt}.",
+            param,
+            "context_length_exceeded",
+        )
+    max_tokens = limit - num_prompt if request.max_tokens is None else request.max_tokens
+    if num_prompt + max_tokens > limit:
+        raise InvalidRequest(
+            f"Prompt length plus max_tokens exceeds the model's context window: {num_prompt} + {max_tokens} > {limit}",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    sampling = replace(request.sampling, max_tokens=max_tokens)
+    return GenerateRequest(request_id, tuple(prompt_token_ids), sampling, target.adapter, caller.name)
+
+
+def _sampling(body: SamplingFields, target: Target, limits: LimitsConfig, *, logprobs: int | None) -> SamplingParams:
+    biases = body.logit_bias or {}
+    _at_most("logit_bias", len(biases), limits.logit_bias_entries)
+    for token_id in biases:
+        _in_vocabulary("logit_bias", token_id, target)
+    stop_ids = body.stop.token_ids if body.stop is not None else ()
+    for token_id in stop_ids:
+        _in_vocabulary("stop", token_id, target)
+    temperature = _or(body.temperature, 1.0)
+    return SamplingParams(
+        max_tokens=0,
+        seed=secrets.randbits(64) if body.seed is None else body.seed % _UINT64,
+        temperature=max(temperature, _LEAST_TEMPERATURE) if temperature else 0.0,
+        top_p=_or(body.top_p, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        min_p=_or(body.min_p, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=tuple(biases.items()),
+        stop_token_ids=target.end_token_ids.union(stop_ids),
+        logprobs=logprobs,
+    )
+
+
+def _options(body: SamplingFields, limits: LimitsConfig, *, logprobs: int | None) -> ReplyOptions:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true, got stream_options without it.", "stream_options")
+    strings = body.stop.strings if body.stop is not None else ()
+    _at_most("stop", len(strings) or len(body.stop.token_ids if body.stop is not None else ()), limits.stop_sequences)
+    for string in strings:
+        if len(string) > limits.stop_length:
+            raise InvalidRequest(
+                f"Each string of stop must have at most {limits.stop_length} characters, got {len(string)}.", "stop"
+            )
+    return ReplyOptions(
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options is not None and body.stream_options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
+        logprobs=logprobs,
+        stop_strings=strings,
+    )
+
+
+def _prompt(body: CompletionBody, target: Target) -> Prompt:
+    if (body.prompt is None) == (body.prompt_chunks is None):
+        given = "neither" if body.prompt is None else "both"
+        raise InvalidRequest(f"Exactly one of prompt and prompt_chunks must be set, got {given}.", "prompt")
+    if body.prompt is not None:
+        if not isinstance(body.prompt, str):
+            _in_vocabulary("prompt", max(body.prompt), target)
+        return body.prompt
+    token_ids: list[int] = []
+    for index, chunk in enumerate(body.prompt_chunks or ()):
+        if isinstance(chunk, ImageChunk):
+            raise _takes_no_images(target, f"prompt_chunks[{index}]")
+        token_ids += chunk.token_ids
+    _in_vocabulary("prompt_chunks", max(token_ids), target)
+    return tuple(token_ids)
+
+
+def _tools(bodies: Sequence[ToolBody]) -> tuple[Tool, ...]:
+    names = [body.function.name for body in bodies]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidRequest(f"tools[{index}].function.name must be unique, got {name!r} twice.", "tools")
+    return tuple(Tool(body.function.name, body.function.parameters or {}, body.declared) for body in bodies)
+
+
+def _tool_rules(body: ChatBody, tools: Sequence[Tool], target: Target) -> ToolRules:
+    choice = body.tool_choice or "auto"
+    rules = ToolRules(choice, body.parallel_tool_calls is not False)
+    if choice in ("auto", "none"):
+        return rules
+    assert target.renderer is not None
+    shown = choice.name if isinstance(choice, NamedFunction) else choice
+    if not target.renderer.supports_tools:
+        raise InvalidRequest(
+            f"tool_choice {shown!r} cannot be served: the model {target.model.id!r} has no tool-call support.",
+            "tool_choice",
+        )
+    if not tools:
+        raise InvalidRequest(f"tool_choice {shown!r} needs tools.", "tool_choice")
+    if isinstance(choice, NamedFunction) and choice.name not in {tool.name for tool in tools}:
+        raise InvalidRequest(f"tool_choice must name one of tools, got {choice.name!r}.", "tool_choice")
+    return rules
+
+
+def _message(body: MessageBody, index: int) -> Message:
+    at = f"messages[{index}]"
+    role = Role.SYSTEM if body.role == "developer" else Role(body.role)
+    only = {"reasoning_content": Role.ASSISTANT, "tool_calls": Role.ASSISTANT, "tool_call_id": Role.TOOL}
+    for field, its_role in only.items():
+        if getattr(body, field) and role is not its_role:
+            raise InvalidRequest(f"{at}.{field} is for the role {its_role} only, got role {body.role!r}.", at)
+    if body.content is None and role is not Role.ASSISTANT:
+        raise InvalidRequest(f"{at}.content must be a string or a list of parts, got null.", f"{at}.content")
+    if role is Role.TOOL and body.tool_call_id is None:
+        raise InvalidRequest(f"{at}.tool_call_id is required for the role tool.", f"{at}.tool_call_id")
+    calls = tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in body.tool_calls or ())
+    return Message(role, _parts(body, at), body.reasoning_content, calls, body.tool_call_id, body.name)
+
+
+def _parts(body: MessageBody, at: str) -> tuple[TextPart, ...] | None:
+    if body.content is None:
+        return None
+    for index, part in enumerate(body.content):
+        if isinstance(part, ImageContent):
+            raise InvalidRequest(f"{at}.content[{index}] is an image, and this model takes no images.", f"{at}.content")
+    return tuple(TextPart(part.text) for part in body.content if not isinstance(part, ImageContent))
+
+
+def _takes_no_images(target: Target, at: str) -> InvalidRequest:
+    return InvalidRequest(f"{at} is an image, and the model {target.model.id!r} takes no images.", at)
+
+
+def _in_vocabulary(field: str, token_id: int, target: Target) -> None:
+    if token_id >= target.model.vocab_size:
+        raise InvalidRequest(
+            f"{field} must hold token ids below the vocabulary size {target.model.vocab_size}, got {token_id}.", field
+        )
+
+
+def _at_most(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{field} must have at most {limit} items, got {count}.", field)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
