@@ -1,0 +1,100 @@
+# Everything a checkout needs: `make serve` runs the demo service, `make test` is the whole check.
+# A second run is quick: what is installed is remembered by a hash of pyproject.toml and constraints.txt.
+
+HOST ?= 127.0.0.1
+PORT ?= 8000
+VENV ?= .venv
+# What is handed to `pip install` for torch; a user with a GPU may name another build or index:
+#   make serve TORCH="torch==2.13.0 --index-url ..."
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+# The first interpreter that is new enough.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help print-python setup setup-dev demo serve example test test-slow test-gpu format clean
+
+# The checkout's place counts too: the package is installed in editable mode, which points to it.
+LOCK := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; pwd; } | sha256sum | cut -c1-16)
+SERVE_INSTALLED := $(VENV)/.installed-serve-$(LOCK)
+DEV_INSTALLED := $(VENV)/.installed-dev-$(LOCK)
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# torch is left to TORCH; everything else has exactly one version.
+CONSTRAINTS := $(VENV)/constraints.txt
+
+define install
+@grep -v '^torch==' constraints.txt > $(CONSTRAINTS)
+@echo '==> Installing $(TORCH)'
+@$(PIP) install -c $(CONSTRAINTS) $(TORCH)
+@echo '==> Installing Roundhouse and what it depends on'
+@$(PIP) install -c $(CONSTRAINTS) -e '.[$(1)]'
+endef
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+$(VENV)/bin/python:
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11'; exit 1; }
+	@echo "==> Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(SERVE_INSTALLED): | $(VENV)/bin/python
+	$(call install,gguf)
+	@touch $@
+
+$(DEV_INSTALLED): | $(VENV)/bin/python
+	$(call install,dev)
+	@touch $(SERVE_INSTALLED) $@
+
+print-python:
+	@echo $(PYTHON)
+
+setup: $(SERVE_INSTALLED) ## create .venv and install what the service needs
+
+setup-dev: $(DEV_INSTALLED) ## the same, and what the tests need
+
+demo: setup ## put the demo model and the demo checkpoints into .cache
+	@$(VENV)/bin/python cluster/prepare_demo.py
+
+serve: demo ## run the demo service on HOST:PORT; Ctrl-C ends it
+	@echo '==> Starting the service'
+	@exec $(VENV)/bin/python -m serve_app up --config config.yaml --host $(HOST) --port $(PORT)
+
+example: setup-dev demo ## train a checkpoint and sample it through the service that runs on HOST:PORT
+	@$(VENV)/bin/python cluster/examples/train_checkpoint.py --url http://$(HOST):$(PORT)/v1
+
+# Tests share the machine's cores among many threads and processes: waiting threads must sleep, not spin.
+test test-slow test-gpu: export OMP_WAIT_POLICY = passive
+test test-slow: export OMP_NUM_THREADS = 1
+test test-slow test-gpu: export HF_HUB_OFFLINE = 1
+test test-slow test-gpu: export RAY_USAGE_STATS_ENABLED = 0
+
+test: setup-dev demo ## format, lint, import contracts, types and all tests but the slow ones
+	@echo '==> Format'
+	@$(VENV)/bin/ruff format --check .
+	@echo '==> Lint'
+	@$(VENV)/bin/ruff check .
+	@echo '==> Import contracts'
+	@$(VENV)/bin/lint-imports
+	@echo '==> Types'
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/mypy cluster/*.py cluster/examples/*.py
+	@echo '==> Tests'
+	@$(VENV)/bin/python -m pytest
+
+test-slow: setup-dev demo ## the slow tests
+	@$(VENV)/bin/python -m pytest -m 'slow and not gpu'
+
+test-gpu: setup-dev demo ## the tests that need a CUDA device
+	@$(VENV)/bin/python -m pytest -m gpu
+
+format: setup-dev ## format and sort imports
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix --quiet .
+
+clean: ## remove .venv and the tools' caches; .cache with models and checkpoints stays
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
