@@ -24,14 +24,15 @@ def read_files(directory: str, max_weights_bytes: int) -> tuple[bytearray, bytea
 
 def _read(directory: str, name: str, max_bytes: int) -> bytearray | None:
     try:
-        # Not blocking: a FIFO in the place of a file would wait for a writer for ever.
-        descriptor = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = open(os.path.join(directory, name), "rb", buffering=0, opener=_open)  # noqa: SIM115 - closed below
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError as exc:
+        raise AdapterRefused(f"{name} is not a regular file.") from exc
     except OSError as exc:
         raise AdapterUnavailable(f"{name} cannot be opened: {exc.strerror}.") from exc
-    with open(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
+    with file:
+        status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise AdapterRefused(f"{name} is not a regular file.")
         if status.st_size > max_bytes:
@@ -47,3 +48,8 @@ def _read(directory: str, name: str, max_bytes: int) -> bytearray | None:
         except OSError as exc:
             raise AdapterUnavailable(f"{name} cannot be read: {exc.strerror}.") from exc
         return content
+
+
+def _open(path: str, flags: int) -> int:
+    """Not blocking: a FIFO in the place of a file would wait for a writer for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -117,6 +117,8 @@ class PairBuilder:
         """PEFT leaves out tensors that its configuration does not name. Names that it does not know are another
         exporter's, whose configuration does not follow its rules.
         """
+        if self._config.ties_embeddings and (path == self._targets.head or kind is TargetKind.EMBEDDING):
+            raise refused("ensure_weight_tying is not supported for an adapter of the embeddings or the output head.")
         if path not in self._targets.targets or path.rpartition(".")[2] != pair.path.rpartition(".")[2]:
             return
         is_named = self._config.names(path, pair.path)
@@ -124,8 +126,6 @@ class PairBuilder:
             is_named = is_named or self._config.names_parameter(f"{path}.weight")
         if not is_named:
             raise refused(f"{shown(pair.path)} is not among the modules it targets, and has tensors in the file.")
-        if self._config.ties_embeddings and (path == self._targets.head or kind is TargetKind.EMBEDDING):
-            raise refused("ensure_weight_tying is not supported for an adapter of the embeddings or the output head.")
 
     def _expert_matrices(self, pair: FilePair, part: Part) -> tuple[Tensor, Tensor]:
         """A [experts or 1, rank, in], B [experts or 1, out, rank] of the 3-D format, or of the 2-D one in which

@@ -151,17 +151,18 @@ def _at_end(run: _Run, position: int) -> bool:
     return run.text[position:] in ("", "\n")
 
 
-_SIGNS: Final = {
+_ANCHORS: Final[Mapping[str, _Node]] = {
     "^": _where(lambda run, position: position == 0),
     "$": _where(_at_end),
-    ".": _one_of(lambda character: character != "\n"),
+    r"\b": _where(_at_boundary),
+    r"\B": _where(lambda run, position: run.text != "" and not _at_boundary(run, position)),
+    r"\A": _where(lambda run, position: position == 0),
+    r"\Z": _where(lambda run, position: position == len(run.text)),
 }
-_ESCAPES: Final[Mapping[str, _Node]] = {
-    **{letter: _one_of(test) for letter, test in _CATEGORIES.items()},
-    "b": _where(_at_boundary),
-    "B": _where(lambda run, position: run.text != "" and not _at_boundary(run, position)),
-    "A": _where(lambda run, position: position == 0),
-    "Z": _where(lambda run, position: position == len(run.text)),
+_SIGNS: Final[Mapping[str, _Node]] = {
+    **_ANCHORS,
+    ".": _one_of(lambda character: character != "\n"),
+    **{f"\\{letter}": _one_of(test) for letter, test in _CATEGORIES.items()},
 }
 _QUANTIFIER: Final = re.compile(r"(?:([*+?])|\{(?!\})(\d*)(,?)((?<=,)\d*|)\})([?+]?)")
 _GROUP: Final = re.compile(r"\?P<[A-Za-z_]\w*>|\?:")
@@ -217,6 +218,8 @@ class _Parser:
                 yield _literal(literal)
                 literal = ""
             node = _literal(atom) if isinstance(atom, str) else atom
+            if quantifier is not None and node in _ANCHORS.values():
+                raise PatternRefused("repeats nothing")
             yield node if quantifier is None else self._quantified(node, quantifier)
         if literal:
             yield _literal(literal)
@@ -248,7 +251,8 @@ class _Parser:
                 return self._class()
             case "\\":
                 escaped = self._next()
-                return _ESCAPES[escaped] if escaped in _ESCAPES else _plain(escaped)
+                sign = _SIGNS.get(f"\\{escaped}")
+                return _plain(escaped) if sign is None else sign
             case _:
                 return _SIGNS.get(character, character)
 
@@ -283,11 +287,11 @@ class _Parser:
     def _class_item(self) -> str | _Test:
         low = self._class_character()
         rest = self._text[self._at : self._at + 2]
-        if not isinstance(low, str) or not rest.startswith("-") or rest in ("-]", "-"):
+        if not rest.startswith("-") or rest in ("-]", "-"):
             return low
         self._at += 1
         high = self._class_character()
-        if not isinstance(high, str) or high < low:
+        if not isinstance(low, str) or not isinstance(high, str) or high < low:
             raise PatternRefused("has a bad range of characters")
         return lambda c: low <= c <= high
 

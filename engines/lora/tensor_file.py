@@ -106,9 +106,9 @@ def _entry(name: str, value: object, data_start: int) -> TensorEntry:
         raise TensorFileError(f"{shown(name)} has the unknown dtype {shown(dtype)}.")
     size = DTYPE_BYTES[dtype]
     for dimension in shape:
-        if type(dimension) is not int or dimension < 0:
+        if type(dimension) is not int or not 0 <= dimension < 1 << 48 or len(shape) > 8:
             raise TensorFileError(f"{shown(name)} has the shape {shape!r:.100}.")
         size *= dimension
-    if len(shape) > 8 or not 0 <= start <= end or end - start != size:
-        raise TensorFileError(f"{shown(name)} has {end - start} bytes, not the {size:.6g} of {dtype} {shape!r:.100}.")
+    if not 0 <= start <= end or end - start != size:
+        raise TensorFileError(f"{shown(name)} has {end - start} bytes, not the {size} of {dtype} {shape!r:.100}.")
     return TensorEntry(dtype, tuple(shape), data_start + start, data_start + end)
