@@ -1,5 +1,6 @@
 """What is served: from the `model` of a request, and who asks, to the model, its context length and the adapter."""
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Catalog:
         checkpoint = await self._checkpoint(model_id.checkpoint, caller)
         model, context_length = self._base_of(model_id.checkpoint, checkpoint, named, caller)
         adapter = Adapter(checkpoint.digest, str(checkpoint.directory))
-        return Target(requested, model, context_length, self._renderer(model, checkpoint), adapter)
+        return Target(requested, model, context_length, await self._renderer(model, checkpoint), adapter)
 
     def _base(self, base: BaseModelId, caller: Caller) -> tuple[ServedModel, int]:
         model = self.models.get(base.name)
@@ -126,7 +127,7 @@ class Catalog:
         variant = trained_on.partition(":")[2]
         return own, own.config.variants.get(variant, own.context_length)
 
-    def _renderer(self, model: ServedModel, checkpoint: Checkpoint) -> Renderer | None:
+    async def _renderer(self, model: ServedModel, checkpoint: Checkpoint) -> Renderer | None:
         """With the checkpoint's own template, if the catalogue lets it bring one."""
         template = checkpoint.chat_template
         if template is None or not model.config.allow_checkpoint_chat_template:
@@ -134,9 +135,10 @@ class Catalog:
         key = (model.id, checkpoint.digest)
         if key not in self._renderers:
             try:
-                self._renderers[key] = model.renderer_with(template)
+                renderer = await asyncio.to_thread(model.renderer_with, template)
             except TemplateRefused as exc:
                 raise CheckpointRefused(f"chat_template.jinja of the checkpoint cannot be used: {exc}") from exc
+            self._renderers[key] = renderer
             if len(self._renderers) > _KEPT_RENDERERS:
                 self._renderers.popitem(last=False)
         self._renderers.move_to_end(key)

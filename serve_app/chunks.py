@@ -18,6 +18,7 @@ from serve_app.validate import ReplyOptions
 
 _END = b"data: [DONE]\n\n"
 _quoted = json.encoder.encode_basestring_ascii
+_compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +105,12 @@ class ChatChunks:
         for call in part.tool_calls:
             calls.append({"index": self._num_calls, **_call(call)})
             self._num_calls += 1
-        return f'{{"content":{text},"reasoning_content":{reasoning},"tool_calls":{json.dumps(calls)}}}'
+        return f'{{"content":{text},"reasoning_content":{reasoning},"tool_calls":{_compact(calls)}}}'
 
     def _extras(self, part: Part) -> str:
         logprobs = "null"
         if self._head.options.logprobs is not None:
-            logprobs = json.dumps({"content": self._logprobs(part.scored)})
+            logprobs = _compact({"content": self._logprobs(part.scored)})
         return f'"logprobs":{logprobs}{_ids_field(self._head, part.token_ids, is_first=False)}'
 
     def _logprobs(self, scored: Sequence[Scored]) -> list[ChatLogprob]:
@@ -148,7 +149,7 @@ class TextChunks:
         return _whole(self._head, "text_completion", choice, reply, usage)
 
     def _extras(self, part: Part) -> str:
-        logprobs = "null" if self._head.options.logprobs is None else json.dumps(self._logprobs(part.scored))
+        logprobs = "null" if self._head.options.logprobs is None else _compact(self._logprobs(part.scored))
         ids = _ids_field(self._head, part.token_ids, is_first=self._is_first)
         self._is_first = False
         return f'"logprobs":{logprobs}{ids}'
@@ -164,7 +165,7 @@ class TextChunks:
 
 def _before_choice(head: ReplyHead, kind: str) -> str:
     about = {"id": head.id, "object": kind, "created": head.created, "model": head.model}
-    return f'data: {json.dumps(about)[:-1]}, "choices": ['
+    return f'data: {_compact(about)[:-1]},"choices":['
 
 
 def _after_choice(options: ReplyOptions) -> str:
@@ -174,15 +175,15 @@ def _after_choice(options: ReplyOptions) -> str:
 def _usage_event(head: ReplyHead, kind: str, usage: Usage) -> bytes:
     if not head.options.include_usage:
         return b""
-    return f'{_before_choice(head, kind)}],"usage":{json.dumps(_usage(usage))}}}\n\n'.encode("ascii")
+    return f'{_before_choice(head, kind)}],"usage":{_compact(_usage(usage))}}}\n\n'.encode("ascii")
 
 
 def _ids_field(head: ReplyHead, token_ids: Sequence[int], *, is_first: bool) -> str:
     if not head.options.return_token_ids:
         return ""
-    ids = f',"token_ids":{json.dumps(token_ids)}'
+    ids = f',"token_ids":{_compact(token_ids)}'
     if is_first and head.prompt_token_ids is not None:
-        ids += f',"prompt_token_ids":{json.dumps(head.prompt_token_ids)}'
+        ids += f',"prompt_token_ids":{_compact(head.prompt_token_ids)}'
     return ids
 
 

@@ -1,7 +1,8 @@
 """The HTTP application: a handler of a few lines per endpoint, built from a `Service`. Knows neither Ray nor torch."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from starlette.applications import Starlette
@@ -23,6 +24,8 @@ from serve_app.middleware import layers
 from serve_app.model_listing import describe, list_models
 from serve_app.service import Service
 from serve_app.sse import send_answer
+
+logger = logging.getLogger(__name__)
 
 PREFIXES = ("/v1", "/services/tinker-prod/oai/api/v1")
 
@@ -52,6 +55,7 @@ class Handlers:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._why_not_ready: Mapping[str, str] = {}
 
     async def healthz(self, exchange: Exchange) -> None:
         await exchange.send_json(200, {"status": "ok"})
@@ -59,12 +63,19 @@ class Handlers:
     async def readyz(self, exchange: Exchange) -> None:
         models = self._service.settings.catalog.models
         if not models:
-            raise NotReady(f"Nothing is served: {self._service.config_error}.")
+            raise NotReady("Not ready: nothing is served.")
         reasons = await self._service.replicas.readiness({model.config.app for model in models.values()})
         why_not = {name: reason for name, model in models.items() if (reason := reasons[model.config.app])}
+        self._log_change(why_not)
         if why_not:
-            raise NotReady("Not ready: " + "; ".join(f"{name!r}: {reason}" for name, reason in why_not.items()) + ".")
+            raise NotReady(f"Not ready: {', '.join(map(repr, why_not))}.")
         await exchange.send_json(200, {"status": "ready", "models": list(models)})
+
+    def _log_change(self, why_not: Mapping[str, str]) -> None:
+        """Reasons are for the log: anybody may ask for readiness, and operators' probes ask all the time."""
+        if why_not != self._why_not_ready:
+            logger.info("Readiness: %s", why_not or "all models are ready")
+            self._why_not_ready = why_not
 
     async def models(self, exchange: Exchange) -> None:
         await exchange.send_json(200, list_models(self._service.settings.catalog, exchange.caller))

@@ -38,7 +38,7 @@ class ServedModel:
         return self.config.id
 
     def renderer_with(self, chat_template: str) -> Renderer:
-        """The same family with another template. Raises `RenderError`."""
+        """The same family with another template. Takes up to 200 ms. Raises `TemplateRefused`."""
         return registry.build(self.config.renderer, self.tokenizer, chat_template)
 
 
@@ -85,17 +85,15 @@ def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBas
 
 def _token_table(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> TokenTable:
     try:
-        return token_table(tokenizer.backend_tokenizer)
+        return token_table(tokenizer)
     except DecoderUnknown as exc:
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be served: {exc}") from exc
 
 
 def _build_renderer(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> Renderer | None:
-    if config.renderer is None and not tokenizer.chat_template:
-        return None
     try:
         return registry.build(config.renderer, tokenizer, None)
-    except (KeyError, ValueError) as exc:
+    except ValueError as exc:
         raise ConfigRefused(f"The model {config.id!r} cannot have the renderer {config.renderer!r}: {exc}") from exc
 
 

@@ -1,0 +1,274 @@
+"""The whole service over deterministic engines, on a real loopback port, in this process and without Ray.
+
+`edge` is one running service with the models below; tests say what its engine replies. The client is the OpenAI SDK,
+`httpx`, or a raw socket.
+"""
+
+import asyncio
+import hashlib
+import json
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from tiny_tokenizer import make_tokenizer, save_model_folder
+
+from engines.errors import EngineError
+from engines.fake import FakeConfig, FakeEngine
+from engines.protocol import GenerateRequest
+from serve_app.catalog import Checkpoint
+from serve_app.config import CheckpointsConfig
+from serve_app.errors import CheckpointNotFound
+from serve_app.http_app import build_http_app
+from serve_app.local_replicas import LocalReplicas
+from serve_app.model_id import CheckpointPath
+from serve_app.service import Service
+from serve_app.usage import RequestRecord
+
+CHAT = "tiny/Chat"
+PLAIN = "tiny/Plain"  # a chat template, but a renderer that parses nothing
+BASE = "tiny/Base"  # no chat template
+KEY = "rh-test-key"
+OTHER_KEY = "rh-other-key"
+CONTEXT = 4096
+KEEP_ALIVE_S = 0.15
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """What a checkpoint store returns, without files."""
+
+    digest: str
+    directory: str = "/nowhere"
+    base_model: str | None = CHAT
+    owner: str | None = None
+    public: bool = False
+    chat_template: str | None = None
+
+
+@dataclass
+class MemoryCheckpoints:
+    """Checkpoints by path; an exception in place of one is raised."""
+
+    held: dict[str, StoredCheckpoint | Exception] = field(default_factory=dict)
+
+    async def resolve(self, path: CheckpointPath) -> Checkpoint:
+        found = self.held.get(str(path), CheckpointNotFound(f"The checkpoint {path} does not exist."))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@dataclass
+class ListRecorder:
+    """Keeps everything."""
+
+    ended: list[RequestRecord] = field(default_factory=list)
+    started: int = 0
+    config_errors: list[str | None] = field(default_factory=list)
+
+    def request_started(self, record: RequestRecord) -> None:
+        self.started += 1
+
+    def request_ended(self, record: RequestRecord) -> None:
+        self.ended.append(record)
+
+    def config_checked(self, error: str | None) -> None:
+        self.config_errors.append(error)
+
+
+class Script:
+    """What the engine replies to every request, until told otherwise."""
+
+    def __init__(self) -> None:
+        self.tokenizer = make_tokenizer()
+        self.reply: Callable[[GenerateRequest], Sequence[int | EngineError] | None] = lambda request: None
+        self.requests: list[GenerateRequest] = []
+
+    def __call__(self, request: GenerateRequest) -> Sequence[int | EngineError] | None:
+        self.requests.append(request)
+        return self.reply(request)
+
+    def says(self, *items: str | int | EngineError) -> None:
+        """Text is tokenised, markers in it are markers; token ids and errors stand for themselves."""
+        tokens = [token for item in items for token in (self.encode(item) if isinstance(item, str) else [item])]
+        self.reply = lambda request: tokens
+
+    def makes_something_up(self) -> None:
+        self.reply = lambda request: None
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+@dataclass
+class RunningEdge:
+    """A service on a port. Everything but `run` may be used from the test's thread."""
+
+    port: int
+    loop: asyncio.AbstractEventLoop
+    service: Service
+    engine: FakeEngine
+    replicas: LocalReplicas
+    script: Script
+    checkpoints: MemoryCheckpoints
+    recorder: ListRecorder
+    config: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def run(self, work: Awaitable[T]) -> T:
+        """Await something on the service's event loop."""
+
+        async def waited() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(waited(), self.loop).result(30)
+
+    def sdk(self, key: str = KEY, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=30, **options)
+
+    def async_sdk(self, key: str = KEY) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=30)
+
+    def http(self, key: str | None = KEY) -> httpx.Client:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30)
+
+    def post(self, path: str, key: str | None = KEY, **body: Any) -> httpx.Response:
+        with self.http(key) as client:
+            return client.post(path, json=body)
+
+    def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
+        body = {"model": CHAT, "messages": [{"role": "user", "content": content}], **fields}
+        return self.post("/chat/completions", **body)
+
+    def complete(self, prompt: Any = "hi", **fields: Any) -> httpx.Response:
+        return self.post("/completions", **{"model": BASE, "prompt": prompt, **fields})
+
+    def events(self, response: httpx.Response) -> list[Any]:
+        """The events of a stream that was read to its end; `[DONE]` as that string."""
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8", response.text
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    def raw(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def reconfigure(self, **changes: Any) -> None:
+        """Take over the configuration with some sections replaced."""
+        self.run(self.service.reconfigure({**self.config, **changes}))
+
+    def wait_until_idle(self) -> None:
+        """Until nothing of any request is left: neither in the engine nor at the edge."""
+
+        async def idle() -> None:
+            async with asyncio.timeout(10):
+                while not self._is_idle():  # noqa: ASYNC110 - what it waits for has no event
+                    await asyncio.sleep(0.005)
+
+        self.run(idle())
+
+    def _is_idle(self) -> bool:
+        stats = self.engine.stats()
+        running = sum(self.service.limiter.running(key["name"]) for key in self.config["keys"])
+        return not (stats.running or stats.waiting or self.replicas.open_streams or running)
+
+
+def config_for(folders: dict[str, str]) -> dict[str, Any]:
+    return {
+        "models": [
+            {"id": CHAT, "app": "tiny", "source": folders["chat"], "renderer": "qwen3", "variants": {"peft:128": 128}},
+            {"id": PLAIN, "app": "tiny", "source": folders["chat"], "renderer": "generic"},
+            {"id": BASE, "app": "tiny", "source": folders["base"]},
+        ],
+        "keys": [
+            {"name": "test", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), "owner": "alice"},
+            {"name": "other", "sha256": hashlib.sha256(OTHER_KEY.encode()).hexdigest(), "models": [BASE]},
+        ],
+    }
+
+
+@contextmanager
+def running_edge(config: dict[str, Any], engine_config: FakeConfig) -> Iterator[RunningEdge]:
+    """Start everything on a thread with its own event loop, and end it without leftovers."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    ready = threading.Event()
+    found: dict[str, Any] = {}
+
+    async def main() -> None:
+        script, checkpoints, recorder = Script(), MemoryCheckpoints(), ListRecorder()
+        engine = FakeEngine(engine_config, script)
+        await engine.start()
+        replicas = LocalReplicas({"tiny": engine})
+
+        def open_checkpoints(_: CheckpointsConfig) -> MemoryCheckpoints:
+            return checkpoints
+
+        service = Service(replicas, open_checkpoints, recorder=recorder, keep_alive_s=KEEP_ALIVE_S)
+        await service.reconfigure(config)
+        settings = uvicorn.Config(build_http_app(service), log_config=None, lifespan="off", access_log=False)
+        server = uvicorn.Server(settings)
+        found["server"] = server
+        found["edge"] = RunningEdge(
+            listening.getsockname()[1],
+            asyncio.get_running_loop(),
+            service,
+            engine,
+            replicas,
+            script,
+            checkpoints,
+            recorder,
+            config,
+        )
+        ready.set()
+        await server.serve([listening])
+        await engine.close()
+        service.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), name="edge")
+    thread.start()
+    try:
+        assert ready.wait(60), "the service did not start"
+        yield found["edge"]
+    finally:
+        found["server"].should_exit = True
+        thread.join(30)
+        listening.close()
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    chat = save_model_folder(root / "chat", context_length=CONTEXT)
+    base = save_model_folder(root / "base", with_template=False, context_length=CONTEXT)
+    return {"chat": str(chat), "base": str(base)}
+
+
+@pytest.fixture(scope="session")
+def session_edge(model_folders: dict[str, str]) -> Iterator[RunningEdge]:
+    with running_edge(config_for(model_folders), FakeConfig(vocab_size=512, context_length=CONTEXT)) as running:
+        yield running
+
+
+@pytest.fixture
+def edge(session_edge: RunningEdge) -> Iterator[RunningEdge]:
+    """The service in its first state; what a test leaves behind is its failure."""
+    session_edge.script.makes_something_up()
+    session_edge.script.requests.clear()
+    session_edge.checkpoints.held.clear()
+    session_edge.recorder.ended.clear()
+    yield session_edge
+    session_edge.engine.resume()
+    session_edge.wait_until_idle()
