@@ -27,6 +27,13 @@ class RenderError(ValueError):
         return self.message
 
 
+class TemplateRefused(RenderError):
+    """The chat template itself cannot be served: it does not compile, or hides where its special tokens come from."""
+
+    def __init__(self, message: str, param: str = "model") -> None:
+        super().__init__(message, param)
+
+
 class ReplyEnd(StrEnum):
     """How a reply ended: at the model's end token, or cut (by length, by a stop string or by a caller's stop id)."""
 
@@ -44,6 +51,16 @@ class RenderedPrompt:
 
 class ReplyParser(Protocol):
     """Parses one reply, in any chunking: the concatenation per field does not depend on it."""
+
+    @property
+    def malformed(self) -> bool:
+        """Whether the reply is not in the family's format. A stream goes on as plain text from the error on; a reply
+        that is sent whole is then `raw_text` and nothing else. Final after `finish`.
+        """
+
+    @property
+    def raw_text(self) -> str:
+        """All that was fed as plain text, markers spelled out, without the end token that closed it."""
 
     def feed(self, pieces: Sequence[Piece]) -> list[Delta]: ...
 
@@ -64,6 +81,10 @@ class Renderer(Protocol):
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """The model's own end tokens; they always stop a reply."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that always stop a reply, for families without an end token."""
 
     def check_effort(self, effort: Effort | None) -> None:
         """Raise `RenderError` (param `reasoning_effort`) that lists the accepted values, if this is not one of them."""

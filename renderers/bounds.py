@@ -1,0 +1,98 @@
+"""What one rendering of a chat template may use: characters, nesting, time.
+
+A value's weight is about its length when printed out in full. Shared parts count as often as they would be printed
+(`[x, x]` weighs twice `x`), because printing, comparing and hashing visit them that often: ten lines of a template
+make a list of 2**40 items out of two pointers a line. Containers cannot change in the sandbox, so each is weighed once.
+"""
+
+import time
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from typing import TypeVar
+
+from jinja2.exceptions import TemplateError
+
+_VALUE_LEN, _VALUE_LEN_PER_INPUT_CHAR = 4_000_000, 16
+_TOTAL_LEN, _TOTAL_LEN_PER_INPUT_CHAR = 32_000_000, 64
+_TIME_S, _TIME_S_PER_INPUT_CHAR = 0.5, 1e-6
+_INT_BITS = 4096
+_ITEM_LEN = 8
+"""What an item counts at least: a pointer."""
+
+_CONTAINERS = (dict, list, tuple, KeysView, ValuesView, ItemsView)
+
+_Value = TypeVar("_Value")
+
+
+class TooMuch(TemplateError):
+    """The template went over a bound; the message names it."""
+
+
+class Budget:
+    """The bounds of one rendering: of a value, of all values together, of the processor time of this thread.
+
+    All are in proportion to the weight of what was `given` to the template.
+    """
+
+    def __init__(self, given: object) -> None:
+        # By id; the value is kept so that its id stays its own.
+        self._weights: dict[int, tuple[object, int]] = {}
+        input_len = self.weigh(given)
+        self._max_value = _VALUE_LEN + _VALUE_LEN_PER_INPUT_CHAR * input_len
+        self._max_total = _TOTAL_LEN + _TOTAL_LEN_PER_INPUT_CHAR * input_len
+        self._limit_s = _TIME_S + _TIME_S_PER_INPUT_CHAR * input_len
+        self._end_s = time.thread_time() + self._limit_s
+        self._total = 0
+        self._steps = 0
+
+    def step(self) -> None:
+        """Count one operation; looks at the clock now and then, since that costs more than most operations."""
+        self._steps += 1
+        if self._steps & 31 == 0 and time.thread_time() > self._end_s:
+            raise TooMuch(f"it takes more than {self._limit_s:.1f} s of processor time")
+
+    def expect(self, length: int) -> None:
+        """Refuse a value of this length before it is made."""
+        if length > self._max_value:
+            raise TooMuch(f"it makes a value of {length} characters, more than {self._max_value}")
+
+    def admit(self, value: _Value) -> _Value:
+        """Count a value that the template made. Raises `TooMuch`."""
+        self.step()
+        weight = self.weigh(value)
+        self.expect(weight)
+        self._total += weight
+        if self._total > self._max_total:
+            raise TooMuch(f"all that it makes is more than {self._max_total} characters long")
+        return value
+
+    def weigh(self, value: object) -> int:
+        if isinstance(value, str):
+            return len(value)
+        if isinstance(value, int) and value.bit_length() > _INT_BITS:
+            raise TooMuch(f"it makes a number of more than {_INT_BITS} bits")
+        if not isinstance(value, _CONTAINERS):
+            return _ITEM_LEN
+        known = self._weights.get(id(value))
+        if known is None:
+            known = self._weights[id(value)] = (value, self._weigh_items(value))
+        return known[1]
+
+    def _weigh_items(self, container: Iterable[object]) -> int:
+        weight = 0
+        for item in container:
+            weight += _ITEM_LEN + self.weigh(item)
+        if isinstance(container, dict):
+            for item in container.values():
+                weight += _ITEM_LEN + self.weigh(item)
+        return weight
+
+    def settle(self, items: Iterable[_Value]) -> Iterable[_Value]:
+        """An iterator as a list, counted while it runs; anything else as it is."""
+        if not isinstance(items, Iterator):
+            return items
+        settled: list[_Value] = []
+        for item in items:
+            self.expect(_ITEM_LEN * len(settled))
+            self.step()
+            settled.append(item)
+        return settled

@@ -1,0 +1,111 @@
+"""A rendered prompt to token ids: markers where the template wrote them, ordinary text everywhere else.
+
+The tokenizer used here is the model's own without its markers. Each marker that the template wrote is replaced by a
+stand-in, a string of random letters that nobody can guess, which this tokenizer knows as an added token; the ids of the
+stand-ins are then exchanged for the markers'. So the one way to a marker's id leads over a stand-in, and the whole
+prompt still goes through the model's own pipeline at once: what lies between two markers is normalised, split and
+merged as if the markers themselves stood there.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from renderers.base import RenderError
+from renderers.markers import AddedTokens
+from renderers.provenance import Text
+
+_BREAKER_ID = -1
+_MAX_ROUNDS = 8
+
+
+class PromptEncoder:
+    """Bound to one tokenizer; thread-safe."""
+
+    def __init__(self, backend: Backend, added: AddedTokens) -> None:
+        # Letters and digits only, in lower case: no normalizer changes them.
+        self._nonce = f"zq{secrets.token_hex(16)}x"
+        self._breaker = f"{self._nonce}breaker"
+        self._markers = added.markers
+        self._stand_ins = {token.content: f"{self._nonce}{token_id:010d}" for token_id, token in added.markers.items()}
+        longest_first = sorted(self._stand_ins, key=len, reverse=True)
+        self._marker_spelling = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._single_words = {token.content for token in added.markers.values() if token.single_word}
+        self._backend = Backend(backend.model)  # shares the model
+        self._backend.normalizer = backend.normalizer
+        self._backend.pre_tokenizer = backend.pre_tokenizer
+        self._exchange = self._register(added)
+
+    def _register(self, added: AddedTokens) -> dict[int, int]:
+        """Make the stand-ins and the plain added tokens known; the model's ids of both by the ids they have here."""
+        here = {self._breaker: (AddedToken(self._breaker, normalized=False), _BREAKER_ID)}
+        for token_id, token in added.markers.items():
+            stand_in = self._stand_ins[token.content]
+            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "normalized": token.normalized}
+            here[stand_in] = (AddedToken(stand_in, **flags), token_id)
+        here |= {token.content: (token, token_id) for token_id, token in added.plain.items()}
+        self._backend.add_tokens([token for token, _ in here.values()])
+        vocabulary = self._backend.get_added_tokens_decoder()
+        return {token_id: here[token.content][1] for token_id, token in vocabulary.items()}
+
+    def encode(self, text: Text) -> list[int]:
+        """Raises `RenderError` if some text is no Unicode, or cannot be told from a marker by this tokenizer."""
+        _check_unicode(text)
+        if self._nonce in text:
+            raise RenderError("messages: a text holds a string that is private to this server.")
+        prompt, count = self._with_stand_ins(text)
+        for _ in range(_MAX_ROUNDS):
+            encoding = self._backend.encode(prompt, add_special_tokens=False)
+            # Some models make a marker's id out of ordinary text as well (a Unigram vocabulary lists its markers).
+            forged = [
+                span
+                for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)
+                if token_id in self._markers and token_id not in self._exchange
+            ]
+            if not forged:
+                break
+            prompt = self._broken(prompt, forged)
+        else:
+            raise RenderError("messages: a text holds the spelling of a special token that cannot be sent as text.")
+        ids = [self._exchange.get(token_id, token_id) for token_id in encoding.ids]
+        if sum(1 for token_id in ids if token_id in self._markers) != count:
+            raise RenderError("The tokenizer does not recognise a special token where the chat template writes it.")
+        return [token_id for token_id in ids if token_id != _BREAKER_ID]
+
+    def _with_stand_ins(self, text: Text) -> tuple[str, int]:
+        """The prompt with each marker that lies in trusted text alone replaced, and how many there are."""
+        parts: list[str] = []
+        done = count = 0
+        plain = "".join([text])
+        for start, end in text.trusted_runs():
+            for found in self._marker_spelling.finditer(plain, start, end):
+                if found[0] in self._single_words and _touches_word(plain, found.span()):
+                    continue
+                parts += [plain[done : found.start()], self._stand_ins[found[0]]]
+                done = found.end()
+                count += 1
+        return "".join([*parts, plain[done:]]), count
+
+    def _broken(self, prompt: str, spans: Iterable[tuple[int, int]]) -> str:
+        """The prompt with a token that is dropped later in the middle of each of these spans."""
+        parts, done = [], 0
+        for start, end in spans:
+            middle = max(start + 1, (start + end) // 2)
+            parts += [prompt[done:middle], self._breaker]
+            done = middle
+        return "".join([*parts, prompt[done:]])
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise RenderError(f"messages: a text holds half of a surrogate pair, U+{ord(text[exc.start]):04X}.") from exc
+
+
+def _touches_word(text: str, span: tuple[int, int]) -> bool:
+    start, end = span
+    return bool(re.search(r"\w", text[max(0, start - 1) : start] + text[end : end + 1]))

@@ -1,0 +1,81 @@
+"""Any model with a chat template: rendered by the template, replies taken as they are."""
+
+from collections.abc import Sequence
+
+from renderers.base import RenderedPrompt, RenderError, ReplyEnd, TemplateRefused
+from renderers.deltas import Delta, Piece, TextDelta
+from renderers.jinja import ChatTemplate
+from renderers.markers import Tokenizer
+from renderers.messages import Conversation, Effort, Tool
+
+
+class GenericRenderer:
+    """No reasoning and no tool calls are parsed: they come back as text."""
+
+    name = "generic"
+    supports_tools = False
+    stop_strings: tuple[str, ...] = ()
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        if template is None:
+            raise TemplateRefused(f"The model has no chat template, and the renderer {self.name!r} needs one.")
+        self._template = template
+        self.stop_token_ids = template.turn_end_ids | _ids(tokenizer.eos_token_id)
+
+    def check_effort(self, effort: Effort | None) -> None:
+        refuse_effort(effort)
+
+    def render(self, conversation: Conversation) -> RenderedPrompt:
+        self.check_effort(conversation.effort)
+        return RenderedPrompt(self._template.render(conversation).token_ids)
+
+    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> "PlainParser":
+        return PlainParser(self.stop_token_ids)
+
+
+class PlainParser:
+    """A reply without structure. It cannot be malformed, and an end token in the middle is text like any marker.
+
+    `framing` is what the format puts before a reply, dropped if it is there.
+    """
+
+    malformed = False
+
+    def __init__(self, stop_token_ids: frozenset[int], framing: str = "") -> None:
+        self._stop_token_ids = stop_token_ids
+        self._raw: list[str] = []
+        self._end = ""
+        self._framing = framing
+
+    @property
+    def raw_text(self) -> str:
+        return "".join(self._raw)
+
+    def feed(self, pieces: Sequence[Piece]) -> list[Delta]:
+        texts: list[str] = []
+        for piece in pieces:
+            if self._end:
+                texts.append(self._end)
+                self._end = ""
+            if piece.token_id in self._stop_token_ids:
+                self._end = piece.text
+            else:
+                texts.append(piece.text)
+        self._raw += texts
+        text = "".join(texts)
+        if text and self._framing:
+            text, self._framing = text.removeprefix(self._framing), ""
+        return [TextDelta(text)] if text else []
+
+    def finish(self, end: ReplyEnd) -> list[Delta]:
+        return []
+
+
+def refuse_effort(effort: Effort | None) -> None:
+    """For models that do not reason at will. Raises `RenderError`."""
+    if effort is not None:
+        raise RenderError(f"reasoning_effort: this model takes no value, got {effort!r}.", "reasoning_effort")
+
+
+def _ids(token_id: int | None) -> frozenset[int]:
+    return frozenset() if token_id is None else frozenset((token_id,))

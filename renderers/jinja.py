@@ -1,0 +1,273 @@
+"""A model's own chat template: a conversation to token ids.
+
+The result is what transformers' `apply_chat_template` gives, but no text of the conversation ever becomes a marker (see
+`provenance`, `encoder`), and a template cannot use up the machine (see `sandbox`). What a template expects where they
+differ (content as text or as parts, arguments as text or as an object, an assistant turn without text) is found out
+by rendering a small conversation in each of the ways when the template is loaded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from renderers.base import RenderError, TemplateRefused
+from renderers.encoder import PromptEncoder
+from renderers.markers import Tokenizer, added_tokens
+from renderers.messages import Conversation, ImagePart, Message, Part, Role, TextPart, Tool, ToolCall
+from renderers.provenance import Text
+from renderers.sandbox import BoundedTemplate, TemplateRefusal
+from renderers.tools import NotAnObject, parse_object
+
+MAX_TEMPLATE_LEN = 256_000
+
+_FAULTS = (
+    TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NameError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What a faulty template can raise, compiled or run: jinja compiles it to Python."""
+
+_MAX_MESSAGE_LEN = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as text, with what the template wrote itself marked, and as token ids."""
+
+    text: Text
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a template takes what templates take differently."""
+
+    content_as_parts: bool = False
+    arguments_as_text: bool = False
+    empty_content: bool = False
+
+
+class ChatTemplate:
+    """One template bound to one tokenizer; thread-safe.
+
+    Raises `TemplateRefused` if the template does not compile, or builds its markers in a way that cannot be told from
+    a caller's text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, source: str | Mapping[str, str]) -> None:
+        self.added = added_tokens(tokenizer.backend_tokenizer)
+        self._backend = tokenizer.backend_tokenizer
+        self._encoder = PromptEncoder(self._backend, self.added)
+        self._special_tokens = _trusted_strings(tokenizer.special_tokens_map)
+        sources = {"default": source} if isinstance(source, str) else dict(source)
+        if "default" not in sources:
+            raise TemplateRefused("The model has several chat templates and none of them is the default.")
+        self._template = _compiled(sources["default"])
+        self._template_with_tools = _compiled(sources["tool_use"]) if "tool_use" in sources else self._template
+        self._form = _Form()
+        self._form = self._find_form()
+        self.takes_images = self._find_out_about_images()
+        self.turn_end_ids = self._find_turn_end()
+
+    def render(self, conversation: Conversation, **variables: object) -> Rendered:
+        """With the generation prompt; `variables` are the template's own, such as `enable_thinking`.
+
+        Raises `RenderError`, with the template's own message where the template refuses.
+        """
+        if not self.takes_images and any(_has_image(message) for message in conversation.messages):
+            raise RenderError("messages: this model takes no images.")
+        return self._render(conversation, self._form, {**variables, "add_generation_prompt": True})
+
+    def _render(self, conversation: Conversation, form: _Form, variables: Mapping[str, object]) -> Rendered:
+        template = self._template_with_tools if conversation.tools else self._template
+        text = _run(
+            template,
+            {
+                **self._special_tokens,
+                "messages": _template_messages(conversation.messages, form),
+                "tools": [dict(tool.declared) for tool in conversation.tools] or None,
+                "documents": None,
+                **variables,
+            },
+        )
+        return Rendered(text, tuple(self._encoder.encode(text)))
+
+    def _find_form(self) -> _Form:
+        form = self._best_form(PROBE_USER, _USER_WORDS, [_Form(), _Form(content_as_parts=True)])
+        return self._best_form(
+            PROBE_CALL,
+            _CALL_WORDS,
+            [
+                form,
+                replace(form, empty_content=True),
+                replace(form, arguments_as_text=True),
+                replace(form, arguments_as_text=True, empty_content=True),
+            ],
+        )
+
+    def _best_form(self, conversation: Conversation, words: Sequence[str], forms: Sequence[_Form]) -> _Form:
+        """The first form in which the template shows all the words, none as Python would print it; else the first that
+        it does not refuse; else the first.
+        """
+        accepted = [(form, rendered.text) for form in forms if (rendered := self._probe(conversation, form))]
+        for form, text in accepted:
+            if all(word in text and repr(word) not in text for word in words):
+                return form
+        return accepted[0][0] if accepted else forms[0]
+
+    def _find_out_about_images(self) -> bool:
+        """An image is written as at least one marker."""
+        image = self._probe(_USER_IMAGE, self._form)
+        text = self._probe(PROBE_USER, self._form)
+        return image is not None and text is not None and self._num_markers(image) > self._num_markers(text)
+
+    def _find_turn_end(self) -> frozenset[int]:
+        """The special token that the template writes right after an assistant's text, if it does."""
+        try:
+            text = self._render(_ANSWERED, self._form, {"add_generation_prompt": False}).text
+        except RenderError:
+            return frozenset()
+        after = text[text.rfind(_ANSWER) + len(_ANSWER) :].lstrip() if _ANSWER in text else ""
+        ends = [
+            token_id for token_id in self.added.special_ids if after.startswith(self.added.markers[token_id].content)
+        ]
+        return frozenset(ends)
+
+    def _num_markers(self, rendered: Rendered) -> int:
+        return sum(1 for token_id in rendered.token_ids if token_id in self.added.markers)
+
+    def _probe(self, conversation: Conversation, form: _Form) -> Rendered | None:
+        try:
+            rendered = self._render(conversation, form, {"add_generation_prompt": True})
+        except TemplateRefused:
+            raise
+        except RenderError:
+            return None
+        if list(rendered.token_ids) != self._backend.encode(rendered.text, add_special_tokens=False).ids:
+            raise TemplateRefused(
+                "The chat template builds its special tokens in a way that cannot be told from a caller's text."
+            )
+        return rendered
+
+
+def _compiled(source: str) -> BoundedTemplate:
+    if len(source) > MAX_TEMPLATE_LEN:
+        raise TemplateRefused(f"The chat template has {len(source)} characters, more than {MAX_TEMPLATE_LEN}.")
+    try:
+        return BoundedTemplate(source)
+    except _FAULTS as exc:
+        raise TemplateRefused(f"The chat template does not compile: {_first_line(exc)}") from exc
+
+
+def _run(template: BoundedTemplate, variables: Mapping[str, object]) -> Text:
+    try:
+        return template.render(variables)
+    except TemplateRefusal as exc:
+        raise RenderError(str(exc)[:_MAX_MESSAGE_LEN]) from exc
+    except _FAULTS as exc:
+        raise RenderError(f"The chat template cannot render this conversation: {_first_line(exc)}") from exc
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc) or type(exc).__name__).splitlines()[0][:_MAX_MESSAGE_LEN]
+
+
+def _trusted_strings(special_tokens: Mapping[str, Any]) -> dict[str, object]:
+    return {
+        name: Text.trusted(value) if isinstance(value, str) else [Text.trusted(item) for item in value]
+        for name, value in special_tokens.items()
+    }
+
+
+def _template_messages(messages: Sequence[Message], form: _Form) -> list[dict[str, object]]:
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    rendered = []
+    for index, message in enumerate(messages):
+        fields = _template_message(message, form, f"messages[{index}]")
+        if message.role is Role.TOOL and message.name is None and message.tool_call_id in names:
+            fields["name"] = names[message.tool_call_id]
+        rendered.append(fields)
+    return rendered
+
+
+def _template_message(message: Message, form: _Form, path: str) -> dict[str, object]:
+    """As transformers hands messages over: without the keys whose value is None."""
+    fields: dict[str, object] = {"role": Text.trusted(message.role.value)}
+    content = _content(message, form)
+    if content is not None:
+        fields["content"] = content
+    if message.reasoning is not None:
+        fields |= {"thinking": message.reasoning, "reasoning_content": message.reasoning}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            _template_call(call, form, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+        ]
+    for name, value in (("tool_call_id", message.tool_call_id), ("name", message.name)):
+        if value is not None:
+            fields[name] = value
+    return fields
+
+
+def _content(message: Message, form: _Form) -> str | list[dict[str, object]] | None:
+    if message.content is None:
+        return "" if form.empty_content else None
+    if form.content_as_parts or _has_image(message):
+        return [_template_part(part) for part in message.content]
+    return message.text
+
+
+def _has_image(message: Message) -> bool:
+    return any(isinstance(part, ImagePart) for part in message.content or ())
+
+
+def _template_part(part: Part) -> dict[str, object]:
+    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+
+
+def _template_call(call: ToolCall, form: _Form, path: str) -> dict[str, object]:
+    try:
+        arguments = parse_object(call.arguments)
+    except NotAnObject as exc:
+        raise RenderError(f"{path}.function.arguments must be the text of a JSON object: {exc}.") from exc
+    function = {"name": call.name, "arguments": call.arguments if form.arguments_as_text else arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _user(*parts: Part) -> Message:
+    return Message(Role.USER, parts)
+
+
+_USER_WORDS = ("sphinx",)
+PROBE_USER = Conversation((_user(TextPart("sphinx")),))
+_USER_IMAGE = Conversation((_user(ImagePart(0), TextPart("sphinx")),))
+_ANSWER = "quartz"
+_ANSWERED = Conversation((_user(TextPart("sphinx")), Message(Role.ASSISTANT, (TextPart(_ANSWER),))))
+_CALL_WORDS = ("sphinx", "judge", "onyx", "vow")
+_CALL_PARAMETERS = {"type": "object", "properties": {"stone": {"type": "string", "description": "A stone."}}}
+PROBE_CALL = Conversation(
+    messages=(
+        _user(TextPart("sphinx")),
+        Message(Role.ASSISTANT, None, tool_calls=(ToolCall("call_1", "judge", '{"stone": "onyx"}'),)),
+        Message(Role.TOOL, (TextPart("vow"),), tool_call_id="call_1"),
+    ),
+    tools=(
+        Tool(
+            name="judge",
+            parameters=_CALL_PARAMETERS,
+            declared={
+                "type": "function",
+                "function": {"name": "judge", "description": "Judges.", "parameters": _CALL_PARAMETERS},
+            },
+        ),
+    ),
+)

@@ -1,0 +1,110 @@
+"""A string that remembers which of its characters the chat template wrote itself.
+
+Only characters of the template's own literals (and of what the renderer vouches for: roles, the tokenizer's special
+tokens) are trusted. A marker becomes a token only where all its characters are trusted, so no text of a caller can turn
+into one, whatever the template does with it. The trust is positive: an operation that is not handled below yields an
+ordinary `str`, which is trusted nowhere. A handled one moves the mask with the very indices that move the text.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Self, SupportsIndex
+
+from markupsafe import Markup
+
+_TRUSTED, _UNTRUSTED = b"\x01", b"\x00"
+_TRUSTED_RUN = re.compile(rb"\x01+")
+
+
+def mask_of(text: str) -> bytes:
+    """One byte per character of `text`, 1 where it is trusted."""
+    return text.mask if type(text) is Text else _UNTRUSTED * len(text)
+
+
+class Text(str):
+    """A `str` with a trust mask, equal to and hashing like its plain text."""
+
+    __slots__ = ("mask",)
+
+    mask: bytes
+
+    def __new__(cls, text: str, mask: bytes) -> Self:
+        """`mask` has one byte per character of `text`."""
+        self = super().__new__(cls, text)
+        self.mask = mask
+        return self
+
+    @classmethod
+    def trusted(cls, text: str) -> Self:
+        return cls(text, _TRUSTED * len(text))
+
+    def trusted_runs(self) -> Iterable[tuple[int, int]]:
+        """The maximal stretches of trusted characters as (start, end), in order."""
+        return (match.span() for match in _TRUSTED_RUN.finditer(self.mask))
+
+    def __str__(self) -> str:
+        # `str(x)` is how the compiled template prints a value: it must not lose the mask.
+        return self
+
+    def __getitem__(self, key: SupportsIndex | slice) -> "Text":
+        if isinstance(key, slice):
+            return Text(str.__getitem__(self, key), self.mask[key])
+        index = key.__index__()
+        return Text(str.__getitem__(self, index), self.mask[index : index + 1 or None])
+
+    def __add__(self, other: str) -> "Text":
+        if not isinstance(other, str) or isinstance(other, Markup):
+            return NotImplemented  # an Undefined raises its own error then, and Markup escapes what it is added to
+        return Text(str.__add__(self, other), self.mask + mask_of(other))
+
+    def __radd__(self, other: str) -> "Text":
+        if not isinstance(other, str):
+            return NotImplemented
+        return Text(str.__add__(other, self), mask_of(other) + self.mask)
+
+    def __mul__(self, count: SupportsIndex) -> "Text":
+        return Text(str.__mul__(self, count), self.mask * count)
+
+    __rmul__ = __mul__
+
+    def join(self, items: Iterable[str], /) -> "Text":
+        parts = list(items)
+        return Text(str.join(self, parts), self.mask.join(map(mask_of, parts)))
+
+    def strip(self, chars: str | None = None, /) -> "Text":
+        return self.lstrip(chars).rstrip(chars)
+
+    def lstrip(self, chars: str | None = None, /) -> "Text":
+        return self[len(self) - len(str.lstrip(self, chars)) :]
+
+    def rstrip(self, chars: str | None = None, /) -> "Text":
+        return self[: len(str.rstrip(self, chars))]
+
+    def removeprefix(self, prefix: str, /) -> "Text":
+        return self[len(self) - len(str.removeprefix(self, prefix)) :]
+
+    def removesuffix(self, suffix: str, /) -> "Text":
+        return self[: len(str.removesuffix(self, suffix))]
+
+    # A list is invariant, hence the ignores: `split` of a Text gives a list of Text.
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> "list[Text]":  # type: ignore[override]
+        parts, start = [], 0
+        for part in str.split(self, sep, maxsplit):
+            # Split at whitespace, a part begins with none, so the first place where it fits is its own.
+            start = str.index(self, part, start) if sep is None else start
+            parts.append(self[start : start + len(part)])
+            start += len(part) + len(sep or "")
+        return parts
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> "list[Text]":  # type: ignore[override]
+        parts, end = [], len(self)
+        for part in reversed(str.rsplit(self, sep, maxsplit)):
+            end = str.rindex(self, part, 0, end) + len(part) if sep is None else end
+            parts.append(self[end - len(part) : end])
+            end -= len(part) + len(sep or "")
+        return parts[::-1]
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
+        if not old:  # matches between all characters: no template needs its trust
+            return str.replace(self, old, new, count)
+        return Text(str.replace(self, old, new, count), mask_of(new).join(part.mask for part in self.split(old, count)))

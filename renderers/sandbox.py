@@ -1,0 +1,305 @@
+"""The jinja environment of chat templates: transformers' own, with bounds, and with the template's literals marked.
+
+A template comes with a model or a checkpoint, so it is a stranger's code. jinja's sandbox keeps it from Python's
+inside, not from the machine's memory and time: `'x' * 10**9`, a loop in a loop in a loop, a list of lists of lists.
+Here what can make much of little is checked before it runs, every value is weighed, the time of a rendering is bounded
+(`bounds`), and names that no chat template needs do not exist.
+
+The template's literals become `Text`, trusted (`provenance`).
+"""
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from datetime import datetime
+from functools import wraps
+from typing import Any, NoReturn
+
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.filters import FILTERS
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from renderers import filters
+from renderers.bounds import Budget, TooMuch
+from renderers.provenance import Text, mask_of
+
+_BUDGET: ContextVar[Budget] = ContextVar("the budget of the rendering")
+
+_STRING_METHODS = """
+capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower
+isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace rfind
+rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill
+"""
+_METHODS: Mapping[type, frozenset[str]] = {
+    str: frozenset(_STRING_METHODS.split()),
+    dict: frozenset(("copy", "get", "items", "keys", "values")),
+    list: frozenset(("copy", "count", "index")),
+    tuple: frozenset(("count", "index")),
+}
+"""What a template may call on a value. Missing are those that change it and those that make much of little."""
+
+
+class TemplateRefusal(TemplateError):
+    """The template itself refused the conversation, by `raise_exception`."""
+
+
+class BoundedTemplate:
+    """A compiled template; thread-safe. Raises what jinja and Python's compiler raise for a source with faults."""
+
+    def __init__(self, source: str) -> None:
+        self._template = _Environment().from_string(source)
+
+    def render(self, variables: Mapping[str, object]) -> Text:
+        """Raises `TemplateRefusal`, `TooMuch`, and whatever Python raises for what the template does."""
+        token = _BUDGET.set(Budget(variables))
+        try:
+            return _concat(self._template.root_render_func(self._template.new_context(dict(variables))))
+        finally:
+            _BUDGET.reset(token)
+
+
+def _concat(parts: Iterable[str]) -> Text:
+    """Joins the output of a template, macro or block: what `"".join` does in an ordinary environment."""
+    budget, texts, length = _BUDGET.get(), [], 0
+    for part in parts:
+        length += len(part)
+        budget.expect(length)
+        budget.step()
+        texts.append(part)
+    return budget.admit(Text("".join(texts), b"".join(map(mask_of, texts))))
+
+
+class _Generator(CodeGenerator):
+    """Compiles string literals to `Text`, and constructors of containers so that what they make is weighed."""
+
+    environment: "_Environment"
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:  # noqa: N802
+        if type(node.value) is str:
+            self.write(self._literal(node.value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        self._weighed(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self._weighed(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        if node.ctx == "load":
+            self._weighed(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self.write("concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def _weighed(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
+        self.write("environment.admit(")
+        visit(node, frame)
+        self.write(")")
+
+    def _literal(self, text: str) -> str:
+        self.environment.literals.append(Text.trusted(text))
+        return f"environment.literals[{len(self.environment.literals) - 1}]"
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        # Nothing but literals is computed while a template is compiled: there is no budget then.
+        if isinstance(node, nodes.TemplateData | nodes.Const):
+            return super()._output_child_to_const(node, frame, finalize)
+        raise nodes.Impossible
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return self._literal("".join(group))
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`: what it encloses. (transformers finds the assistant's tokens by it.)"""
+
+    tags = {"generation"}  # noqa: RUF012 - the type that jinja declares
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_enclosed"), [], [], body).set_lineno(lineno)
+
+    def _enclosed(self, caller: Macro) -> str:
+        return caller()
+
+
+class _TemplateNamespace(Namespace):
+    """jinja's, but its attributes cannot reach into Python, and printing it does not print them."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # So that `namespace(self=…)` works, as in jinja.
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _DictMaker:
+    """The `dict` of templates: makes dicts, and is not the type, whose attributes lead further."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have the attribute {name!r}: it starts with an underscore")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """One per template: it holds the template's literals."""
+
+    code_generator_class = _Generator
+    concat = staticmethod(_concat)
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
+
+    def __init__(self) -> None:
+        # The optimizer is off: it would compute `'x' * 10**9` while compiling.
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        )
+        self.literals: list[Text] = []
+        self.filters = {name: _bounded(FILTERS[name]) for name in filters.FROM_JINJA}
+        self.filters |= {name: _bounded(function) for name, function in filters.OWN.items()}
+        self.filters["iterated"] = _iterated
+        self.globals = {
+            "range": self.globals["range"],  # the sandbox's, of at most 100 000 items
+            "namespace": _TemplateNamespace,
+            "dict": _DictMaker(),
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        }
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in list(template.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, "iterated", [], [], None, None).set_lineno(loop.lineno)
+        template.set_environment(self)
+        return template
+
+    def admit(self, value: Any) -> Any:
+        return _BUDGET.get().admit(value)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        budget = _BUDGET.get()
+        match operator:
+            case "+" if isinstance(left, str) and isinstance(right, str):
+                budget.expect(len(left) + len(right))
+            case "*":
+                _check_product(budget, left, right)
+            case "**":
+                _check_power(left, right)
+            case "%" if isinstance(left, str):
+                filters.check_printf(budget, left, right)
+        return budget.admit(self.binop_table[operator](left, right))
+
+    def call(__self, __context: Context, __callable: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        budget = _BUDGET.get()
+        for argument in (*args, *kwargs.values()):
+            budget.admit(argument)
+        _check_callable(budget, __callable, args)
+        return budget.admit(super().call(__context, __callable, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, Text):
+            value = getattr("".join([value.__self__]), value.__name__)  # jinja makes the result of the string's type
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        @wraps(formatted)
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            filters.check_format(_BUDGET.get(), value.__self__, (*args, *kwargs.values()))
+            return formatted(*args, **kwargs)
+
+        return bounded
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose arguments are lists rather than iterators that run on unseen, and whose result is weighed."""
+
+    @wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        budget = _BUDGET.get()
+        settled = [_settled(budget, argument) for argument in args]
+        filters.check(function, budget, settled, kwargs)
+        return budget.admit(_settled(budget, function(*settled, **kwargs)))
+
+    return bounded
+
+
+def _iterated(items: Any) -> Any:
+    """What a loop runs over, wrapped around it in `_parse`: a loop without any operation looks at the clock too."""
+    _BUDGET.get().step()
+    return _settled(_BUDGET.get(), items)
+
+
+def _settled(budget: Budget, value: Any) -> Any:
+    # A loop's own object is an iterator too, but its items are counted by the loop.
+    return value if isinstance(value, LoopContext) else budget.settle(value)
+
+
+def _check_callable(budget: Budget, function: Any, args: tuple[Any, ...]) -> None:
+    if not isinstance(function, types.BuiltinMethodType | types.MethodType):
+        return
+    owner, name = function.__self__, function.__name__
+    if isinstance(owner, LoopContext | jinja2.ext.Extension | _DictMaker):
+        return
+    allowed = next((names for kind, names in _METHODS.items() if isinstance(owner, kind)), frozenset[str]())
+    if name not in allowed:
+        raise SecurityError(f"a chat template cannot call {name!r} of a value of type {type(owner).__name__!r}")
+    if isinstance(owner, str):
+        filters.check_string_method(budget, owner, name, args)
+
+
+def _check_product(budget: Budget, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() + right.bit_length() > 4096:
+            raise TooMuch("it multiplies numbers that are too large")
+    elif isinstance(left, int) or isinstance(right, int):
+        count, value = (left, right) if isinstance(left, int) else (right, left)
+        budget.expect(count * budget.weigh(value))
+
+
+def _check_power(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > 4096:
+        raise TooMuch("it raises a number to a power that is too large")
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateRefusal(str(message))
+
+
+def _strftime_now(template: str) -> str:
+    if len(template) > 1000:
+        raise TooMuch("it formats a date in more than 1000 characters")
+    return datetime.now().strftime(template)
