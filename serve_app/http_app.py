@@ -138,7 +138,8 @@ async def _no_route(request: Request, exc: Exception) -> Response:
     exchange = Exchange.of(request.scope)
     method, path = request.scope["method"], request.scope["path"]
     if exc.status_code == 405:
-        exchange.extra_headers["allow"] = (exc.headers or {}).get("Allow", "")
+        allowed = (exc.headers or {}).get("Allow", "")
+        exchange.extra_headers["allow"] = ", ".join(sorted(allowed.split(", ")))
         raise MethodNotAllowed(f"The path {path!r} does not take the method {method}.") from exc
     raise NotFound(f"There is no path {path!r}.") from exc
 

@@ -1,7 +1,7 @@
 """The whole service over deterministic engines, on a real loopback port, in this process and without Ray.
 
-`edge` is one running service with the models below; tests say what its engine replies. The client is the OpenAI SDK,
-`httpx`, or a raw socket.
+The fixture `edge` (`edge_fixtures.py`) is one running service with the models below; tests say what its engine replies.
+The client is the OpenAI SDK, `httpx`, or a raw socket.
 """
 
 import asyncio
@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
-import pytest
 import uvicorn
-from tiny_tokenizer import make_tokenizer, save_model_folder
+from tiny_tokenizer import make_tokenizer
 
 from engines.errors import EngineError
 from engines.fake import FakeConfig, FakeEngine
@@ -137,14 +136,19 @@ class RunningEdge:
         return asyncio.run_coroutine_threadsafe(waited(), self.loop).result(30)
 
     def sdk(self, key: str = KEY, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=30, **options)
+        # Without TLS: loading the certificates would take longer than most tests.
+        http_client = openai.DefaultHttpxClient(verify=False)
+        return openai.OpenAI(
+            base_url=self.url, api_key=key, http_client=http_client, **{"max_retries": 0, "timeout": 30, **options}
+        )
 
     def async_sdk(self, key: str = KEY) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=30)
+        http_client = openai.DefaultAsyncHttpxClient(verify=False)
+        return openai.AsyncOpenAI(base_url=self.url, api_key=key, http_client=http_client, max_retries=0, timeout=30)
 
     def http(self, key: str | None = KEY) -> httpx.Client:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=30)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30, verify=False)
 
     def post(self, path: str, key: str | None = KEY, **body: Any) -> httpx.Response:
         with self.http(key) as client:
@@ -246,29 +250,3 @@ def running_edge(config: dict[str, Any], engine_config: FakeConfig) -> Iterator[
         found["server"].should_exit = True
         thread.join(30)
         listening.close()
-
-
-@pytest.fixture(scope="session")
-def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("models")
-    chat = save_model_folder(root / "chat", context_length=CONTEXT)
-    base = save_model_folder(root / "base", with_template=False, context_length=CONTEXT)
-    return {"chat": str(chat), "base": str(base)}
-
-
-@pytest.fixture(scope="session")
-def session_edge(model_folders: dict[str, str]) -> Iterator[RunningEdge]:
-    with running_edge(config_for(model_folders), FakeConfig(vocab_size=512, context_length=CONTEXT)) as running:
-        yield running
-
-
-@pytest.fixture
-def edge(session_edge: RunningEdge) -> Iterator[RunningEdge]:
-    """The service in its first state; what a test leaves behind is its failure."""
-    session_edge.script.makes_something_up()
-    session_edge.script.requests.clear()
-    session_edge.checkpoints.held.clear()
-    session_edge.recorder.ended.clear()
-    yield session_edge
-    session_edge.engine.resume()
-    session_edge.wait_until_idle()

@@ -1,0 +1,128 @@
+"""The request body: what is JSON here, and what it may cost."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from harness import BASE, RunningEdge
+from wire import error, post_head, read_response
+
+from serve_app.body import parse_object
+from serve_app.errors import InvalidRequest
+
+pytest_plugins = ("edge_fixtures",)
+
+
+def send(edge: RunningEdge, content: bytes) -> Any:
+    with edge.http() as client:
+        return client.post("/completions", content=content, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "The request body is not valid JSON: EOF while parsing a value at line 1 column 0."),
+        (b'{"a": ', "The request body is not valid JSON: EOF while parsing a value at line 1 column 6."),
+        (b'{"a": 1} x', "The request body is not valid JSON: trailing characters at line 1 column 10."),
+        (b'{"a": NaN}', "The request body is not valid JSON: expected value at line 1 column 7."),
+        (b'{"a": -Infinity}', "The request body is not valid JSON: invalid number at line 1 column 8."),
+        (b'{"a": "\\ud800"}', "The request body is not valid JSON: unexpected end of hex escape at line 1 column 14."),
+        (b'{"a": "\xff"}', "The request body is not valid JSON: invalid unicode code point at line 1 column 8."),
+        (b'{"a":"\xed\xa0\x80"}', "The request body is not valid JSON: invalid unicode code point at line 1 column 7."),
+        (b"[" * 300, "The request body is not valid JSON: recursion limit exceeded at line 1 column 202."),
+        (b'{"a":' + b"9" * 5000, "The request body is not valid JSON: number out of range at line 1 column 4307."),
+        (b"[]", "The request body must be a JSON object, got an array."),
+        (b'"x"', "The request body must be a JSON object, got a string."),
+        (b"1", "The request body must be a JSON object, got a number."),
+        (b"true", "The request body must be a JSON object, got a boolean."),
+        (b"null", "The request body must be a JSON object, got null."),
+    ],
+)
+def test_what_is_no_json_object_is_400_with_the_place(edge: RunningEdge, content: bytes, message: str) -> None:
+    response = send(edge, content)
+    assert (response.status_code, response.json()) == (400, error(message))
+
+
+def test_of_a_repeated_key_the_last_one_wins() -> None:
+    assert parse_object(b'{"a": 1, "b": 2, "a": 3}') == {"a": 3, "b": 2}
+
+
+def test_infinity_written_as_a_number_is_refused_in_its_field(edge: RunningEdge) -> None:
+    response = send(edge, f'{{"model": "{BASE}", "prompt": "x", "temperature": 1e999}}'.encode())
+    message = "temperature must be a finite number, got Infinity."
+    assert (response.status_code, response.json()) == (400, error(message, param="temperature"))
+
+
+def test_nul_characters_in_text_are_text(edge: RunningEdge) -> None:
+    edge.script.says("ok")
+    response = edge.complete("a\0b", echo=True, max_tokens=9)
+    assert response.json()["choices"][0]["text"] == "a\0bok"
+
+
+def test_a_body_that_says_it_is_too_large_is_413_before_it_is_sent(edge: RunningEdge) -> None:
+    with edge.raw() as connection:
+        connection.sendall(
+            post_head("/v1/completions", "content-type: application/json", "content-length: 99999999999")
+        )
+        status, headers, body = read_response(connection)
+        assert connection.recv(1) == b"", "the connection must close: the body was not read"
+    message = "The request body must have at most 16777216 bytes, got 99999999999."
+    assert (status, headers["connection"]) == (413, "close")
+    assert json.loads(body) == error(message, code="request_too_large")
+
+
+def test_a_body_that_does_not_say_its_size_is_413_once_it_is_too_large(edge: RunningEdge) -> None:
+    edge.reconfigure(limits={"body_bytes": 1000})
+    try:
+        chunk = b"3e8\r\n" + b" " * 1000 + b"\r\n"
+        with edge.raw() as connection:
+            connection.sendall(
+                post_head("/v1/completions", "content-type: application/json", "transfer-encoding: chunked") + chunk * 2
+            )
+            status, _, body = read_response(connection)
+    finally:
+        edge.reconfigure()
+    assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
+
+
+def test_a_body_that_comes_too_slowly_is_400_and_the_connection_closes(edge: RunningEdge) -> None:
+    edge.reconfigure(limits={"body_timeout_s": 0.2})
+    try:
+        with edge.raw() as connection:
+            connection.sendall(
+                post_head("/v1/completions", "content-type: application/json", "content-length: 10") + b"{"
+            )
+            started = time.monotonic()
+            status, headers, body = read_response(connection)
+            waited = time.monotonic() - started
+    finally:
+        edge.reconfigure()
+    assert (status, headers["connection"]) == (400, "close")
+    assert json.loads(body) == error("The request body did not arrive within 0.2 s.")
+    assert 0.15 < waited < 5
+
+
+def test_a_client_that_leaves_while_it_sends_the_body_leaves_nothing_behind(edge: RunningEdge) -> None:
+    with edge.raw() as connection:
+        connection.sendall(post_head("/v1/completions", "content-type: application/json", "content-length: 10") + b"{")
+    edge.wait_until_idle()
+    assert edge.script.requests == []
+
+
+def test_a_body_of_megabytes_is_read_and_judged_by_its_tokens(edge: RunningEdge) -> None:
+    prompt = list(range(300)) * 2000
+    response = edge.post("/completions", model=BASE, prompt=prompt)
+    message = "prompt must have fewer tokens than the model's context window of 4096, got 600000."
+    assert response.json() == error(message, param="prompt", code="context_length_exceeded")
+
+
+@pytest.mark.parametrize("content", [b'{"a": 1' + b"0" * 400 + b"}", b'{"a": ' + b'{"b":' * 150 + b"1" + b"}" * 151])
+def test_odd_but_valid_json_is_read(content: bytes) -> None:
+    assert set(parse_object(content)) == {"a"}
+
+
+def test_lone_surrogates_are_refused_wherever_they_stand() -> None:
+    for content in (b'{"\\udfff": 1}', b'{"a": "\\ud83d"}', b'{"a": "\\ud83d\\u0041"}'):
+        with pytest.raises(InvalidRequest, match="not valid JSON"):
+            parse_object(content)

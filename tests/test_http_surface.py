@@ -1,0 +1,220 @@
+"""Section 1 of the contract: paths, keys, headers, and what is no request at all."""
+
+import gzip
+import json
+
+import pytest
+from harness import BASE, CHAT, KEY, OTHER_KEY, RunningEdge
+from wire import error, exchange, post_head
+
+pytest_plugins = ("edge_fixtures",)
+
+BODY = {"model": BASE, "prompt": "hi", "max_tokens": 1}
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/services/tinker-prod/oai/api/v1"])
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/models", f"/models/{BASE}"])
+def test_both_prefixes_serve_every_endpoint(edge: RunningEdge, prefix: str, path: str) -> None:
+    with edge.http() as client:
+        url = edge.url.removesuffix("/v1") + prefix + path
+        body = {**BODY, "model": CHAT, "messages": [{"role": "user", "content": "x"}]}
+        response = client.post(url, json=body) if path.endswith("completions") else client.get(url)
+    assert response.status_code == 200
+
+
+def test_health_needs_no_key(edge: RunningEdge) -> None:
+    with edge.http(None) as client:
+        live, ready = client.get("../healthz"), client.get("../readyz")
+    assert (live.status_code, live.json()) == (200, {"status": "ok"})
+    assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (None, "No API key: send it as 'Authorization: Bearer <key>'."),
+        ("Bearer wrong", "The API key is not valid."),
+        (f"Basic {KEY}", "The Authorization header must be 'Bearer <key>'."),
+    ],
+)
+@pytest.mark.parametrize("path", ["/completions", "/models", "/nowhere"])
+def test_without_a_valid_key_everything_is_401(edge: RunningEdge, path: str, header: str | None, message: str) -> None:
+    with edge.http(None) as client:
+        response = client.post(path, json=BODY, headers={} if header is None else {"authorization": header})
+    assert response.status_code == 401
+    assert response.json() == error(message, "authentication_error", code="invalid_api_key")
+
+
+def test_401_comes_before_the_body_is_read(edge: RunningEdge) -> None:
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n"
+    )
+    assert exchange(edge, request)[0] == 401
+
+
+@pytest.mark.parametrize("prefix", ["ask_", "tml-"])
+def test_prefixes_of_keys_carry_no_meaning(edge: RunningEdge, prefix: str) -> None:
+    assert edge.post("/completions", key=prefix + KEY, **BODY).status_code == 401
+
+
+def test_a_sane_request_id_of_the_client_comes_back(edge: RunningEdge) -> None:
+    with edge.http() as client:
+        assert client.get("/models", headers={"x-request-id": "a-1.b:c_2"}).headers["x-request-id"] == "a-1.b:c_2"
+
+
+@pytest.mark.parametrize("sent", ["", "a b", "x" * 129, "<script>", "\xe9"])
+def test_any_other_request_id_is_replaced(edge: RunningEdge, sent: str) -> None:
+    with edge.http() as client:
+        found = client.get("/models", headers={"x-request-id": sent.encode("latin-1")}).headers["x-request-id"]
+    assert len(found) == 32
+    int(found, 16)
+
+
+def test_every_response_has_a_request_id(edge: RunningEdge) -> None:
+    with edge.http(None) as client:
+        for response in (client.get("../healthz"), client.get("/models"), client.get("/nowhere")):
+            assert response.headers["x-request-id"]
+    assert edge.complete(stream=True, max_tokens=2).headers["x-request-id"]
+    assert edge.complete(temperature=-1).headers["x-request-id"]
+
+
+def test_ignored_fields_are_named(edge: RunningEdge) -> None:
+    response = edge.chat(max_tokens=1, n=2, response_format={"type": "json_object"}, user=None, store=True)
+    assert response.headers["x-ignored-fields"] == "n, response_format, store"
+    assert len(response.json()["choices"]) == 1
+
+
+def test_ignored_fields_are_named_in_streams_and_refusals_too(edge: RunningEdge) -> None:
+    assert edge.complete(stream=True, max_tokens=1, best_of=3).headers["x-ignored-fields"] == "best_of"
+    assert edge.complete(max_tokens=5000, best_of=3).headers["x-ignored-fields"] == "best_of"
+
+
+def test_names_of_ignored_fields_are_safe_in_a_header(edge: RunningEdge) -> None:
+    odd = {"a\r\nset-cookie: x": 1, "ä": 1, "z" * 200: 1, "": 1}
+    many = {f"f{i}": 1 for i in range(100)}
+    response = edge.complete(max_tokens=1, **odd, **many)
+    names = response.headers["x-ignored-fields"].split(", ")
+    assert names[:3] == ["a%0D%0Aset-cookie%3A%20x", "%C3%A4", "z" * 64]
+    assert len(names) == 32
+
+
+def test_the_accept_header_is_not_negotiated(edge: RunningEdge) -> None:
+    with edge.http() as client:
+        body = {**BODY, "stream": True}
+        response = client.post("/completions", json=body, headers={"accept": "application/json"})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+
+
+def test_streams_are_not_cached_or_buffered_on_the_way(edge: RunningEdge) -> None:
+    headers = edge.complete(stream=True, max_tokens=1).headers
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ("text/plain", "Content-Type must be application/json, got 'text/plain'."),
+        ("application/x", "Content-Type must be application/json, got 'application/x'."),
+        ("", "Content-Type must be application/json, got ''."),
+        ("application/json; charset=latin-1", "The charset of application/json must be utf-8, got 'charset=latin-1'."),
+    ],
+)
+def test_another_content_type_is_415(edge: RunningEdge, declared: str, message: str) -> None:
+    with edge.http() as client:
+        response = client.post("/completions", content=json.dumps(BODY), headers={"content-type": declared})
+    assert response.status_code == 415
+    assert response.json() == error(message, code="unsupported_media_type")
+
+
+def test_no_content_type_is_415(edge: RunningEdge) -> None:
+    status, _, body = exchange(edge, post_head("/v1/completions", "content-length: 2") + b"{}")
+    message = "Content-Type must be application/json, got None."
+    assert (status, json.loads(body)) == (415, error(message, code="unsupported_media_type"))
+
+
+@pytest.mark.parametrize(
+    "declared", ["application/json", "Application/JSON;charset=UTF-8", 'application/json; charset="utf-8"']
+)
+def test_json_in_utf8_is_understood(edge: RunningEdge, declared: str) -> None:
+    with edge.http() as client:
+        response = client.post("/completions", content=json.dumps(BODY), headers={"content-type": declared})
+    assert response.status_code == 200
+
+
+def test_a_compressed_body_is_415(edge: RunningEdge) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    with edge.http() as client:
+        response = client.post("/completions", content=gzip.compress(json.dumps(BODY).encode()), headers=headers)
+    assert response.status_code == 415
+    assert response.json() == error("Content-Encoding must be identity, got 'gzip'.", code="unsupported_media_type")
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/completions/", "/chat", "/models/"])
+def test_an_unknown_path_is_404(edge: RunningEdge, path: str) -> None:
+    with edge.http() as client:
+        response = client.post(path, json=BODY) if path != "/models/" else client.get("/chat/")
+    shown = path if path != "/models/" else "/chat/"
+    assert response.status_code == 404
+    assert response.json() == error(f"There is no path '/v1{shown}'.", code="not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"), [("GET", "/completions", "POST"), ("DELETE", "/models", "GET, HEAD")]
+)
+def test_another_method_is_405(edge: RunningEdge, method: str, path: str, allowed: str) -> None:
+    with edge.http() as client:
+        response = client.request(method, path)
+    assert response.status_code == 405
+    assert response.headers["allow"] == allowed
+    message = f"The path '/v1{path}' does not take the method {method}."
+    assert response.json() == error(message, code="method_not_allowed")
+
+
+def test_models_lists_every_base_and_its_variants(edge: RunningEdge) -> None:
+    models = {model.id: model for model in edge.sdk().models.list()}
+    assert list(models) == ["tiny/Chat", "tiny/Chat:peft:128", "tiny/Plain", "tiny/Base"]
+    assert models["tiny/Chat:peft:128"].model_dump()["context_length"] == 128
+    assert models["tiny/Base"].owned_by == "roundhouse"
+
+
+def test_models_lists_only_what_the_key_may_use(edge: RunningEdge) -> None:
+    assert [model.id for model in edge.sdk(OTHER_KEY).models.list()] == [BASE]
+
+
+def test_one_model_is_found_by_the_id_as_the_sdk_encodes_it(edge: RunningEdge) -> None:
+    assert edge.sdk().models.retrieve("tiny/Chat:peft:128").id == "tiny/Chat:peft:128"
+
+
+def test_an_unknown_model_is_404(edge: RunningEdge) -> None:
+    with edge.http() as client:
+        response = client.get("/models/nobody%2Fnothing")
+    message = "The model 'nobody/nothing' does not exist, or this key may not use it."
+    assert (response.status_code, response.json()) == (404, error(message, param="model", code="model_not_found"))
+
+
+def test_there_are_no_marketplace_slugs(edge: RunningEdge) -> None:
+    with edge.http() as client:
+        response = client.get("/models/some/slug/endpoints")
+    message = "There is no marketplace slug 'some/slug'."
+    assert (response.status_code, response.json()) == (404, error(message, code="not_found"))
+
+
+def test_headers_that_ray_serve_obeys_have_no_effect(edge: RunningEdge) -> None:
+    headers = {
+        "x-request-timeout-seconds": "0.000001",
+        "x-request-disconnect-disabled": "?1",
+        "serve_multiplexed_model_id": "x",
+        "x-session-id": "x",
+    }
+    with edge.http() as client:
+        response = client.post("/completions", json=BODY, headers=headers)
+    assert response.status_code == 200
+    assert response.json()["model"] == BASE
+
+
+def test_a_path_without_a_key_and_a_method_of_its_own_is_still_the_error_shape(edge: RunningEdge) -> None:
+    status, headers, body = exchange(edge, b"BREW /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+    if headers["content-type"] == "application/json":
+        assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+    else:  # the server's parser does not know the method: it never reached the application
+        assert (status, body) == (400, b"Invalid HTTP request received.")
