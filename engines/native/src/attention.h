@@ -1,0 +1,220 @@
+/* Attention over the paged KV cache, for any mix of one-token rows and prefill chunks.
+ *
+ * Each query attends over its own tokens in blocks of 16, in the order of their positions, whatever else is in the
+ * batch and however the prompt was cut: the bits of its result depend on its sequence alone.
+ *
+ * Layout of the cache, for each block and KV head (16 tokens): K by pairs of dimensions, [dim / 2][token][2], V by
+ * pairs of tokens, [token / 2][dim][2], both bfloat16; in float K is [dim][token] and V [token][dim]. So a score vector
+ * holds 16 tokens and an output vector 16 dimensions, without a horizontal sum. Blocks of the pool may hold more than
+ * 16 tokens; they consist of such sub-blocks.
+ */
+#pragma once
+#include "gemm.h"
+
+#define SUB 16
+#define QUERIES 8 /* heads x rows of a KV head that share each load of K and V */
+
+typedef struct {
+    int heads, kv_heads, dim;
+    int block_size; /* tokens per block of the pool */
+    int window;     /* 0: none */
+    float scale;
+    int is_bf16;
+} Shape;
+
+typedef struct {
+    int start, length, kv_len, table; /* first row; rows; tokens once these are there; offset of the block table */
+} Span;
+
+typedef struct {
+    const Shape *shape;
+    const void *k, *v;   /* the layer's part of the pool */
+    const float *q;      /* [rows, q_stride], heads x dim, rotated */
+    int q_stride;
+    const Span *spans;
+    const int32_t *tables;
+    const int32_t *items; /* [count][3]: span, KV head, first row within the span */
+    int rows_per_item;
+    void *out;           /* X of the next Gemm, heads x dim wide */
+    int out_pad;
+    void **scratch; /* per thread: scores [QUERIES][kv_len], weights as pairs, queries */
+    int max_len;
+} Attend;
+
+static inline size_t kv_elements(const Shape *s) { return (size_t)SUB * s->dim; } /* of one sub-block and KV head */
+
+/* Where sub-block `sub` of a sequence lies in the pool, in elements. */
+static inline size_t sub_at(const Attend *a, const Span *span, int sub, int kv_head) {
+    const Shape *s = a->shape;
+    int per_block = s->block_size / SUB;
+    size_t block = (size_t)a->tables[span->table + sub / per_block] * per_block + sub % per_block;
+    return (block * s->kv_heads + kv_head) * kv_elements(s);
+}
+
+static size_t attend_scratch_bytes(int max_len, int dim) {
+    size_t padded = ROUND_UP(max_len, SUB);
+    return QUERIES * (padded * 4 * 2 + (size_t)dim * 4) + 256;
+}
+
+/* scores[i][0 … end) of n queries; query i sees positions [from[i], to[i]) */
+static inline __attribute__((always_inline)) void scores_of(const int n, const Attend *a, const Span *span, int kv_head,
+                                                            const void *queries, float *scores, int stride, int first,
+                                                            int end) {
+    const Shape *s = a->shape;
+    const int dim = s->dim;
+    for (int sub = first / SUB; sub * SUB < end; sub++) {
+        vf acc[QUERIES];
+        for (int i = 0; i < n; i++) acc[i] = vf_set(0);
+        if (s->is_bf16) {
+            const bf16 *k = (const bf16 *)a->k + sub_at(a, span, sub, kv_head);
+            const uint32_t *q = queries;
+            for (int d = 0; d < dim / 2; d++) {
+                vu pairs = vu_load(k + d * 32);
+                for (int i = 0; i < n; i++) acc[i] = vf_dot_pair(acc[i], pairs, q[i * (dim / 2) + d]);
+            }
+        } else {
+            const float *k = (const float *)a->k + sub_at(a, span, sub, kv_head);
+            const float *q = queries;
+            for (int d = 0; d < dim; d++) {
+                vf values = vf_load(k + d * 16);
+                for (int i = 0; i < n; i++) acc[i] = vf_fma(vf_set(q[i * dim + d]), values, acc[i]);
+            }
+        }
+        for (int i = 0; i < n; i++) vf_store(scores + (size_t)i * stride + sub * SUB, acc[i]);
+    }
+}
+
+static const vi LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* Scores to weights in place (not divided by their sum, which is returned); zero outside [from, to). */
+static float weights_of(float *scores, int first, int end, int from, int to, float scale) {
+    vf top = vf_set(-INFINITY);
+    for (int at = first / SUB * SUB; at < end; at += SUB) {
+        vi position = LANES + at;
+        vf v = vf_select((position >= from) & (position < to), vf_load(scores + at) * scale, vf_set(-INFINITY));
+        vf_store(scores + at, v);
+        top = vf_maximum(v, top);
+    }
+    float highest = vf_max(top);
+    vf sum = vf_set(0);
+    for (int at = first / SUB * SUB; at < end; at += SUB) {
+        vf w = vf_exp(vf_load(scores + at) - highest);
+        vf_store(scores + at, w);
+        sum += w;
+    }
+    return vf_sum(sum);
+}
+
+static inline __attribute__((always_inline)) void values_of(const int n, const Attend *a, const Span *span, int kv_head,
+                                                            const void *weights, int stride, int first, int end,
+                                                            int c, vf *acc) {
+    const Shape *s = a->shape;
+    for (int i = 0; i < n; i++) acc[i] = vf_set(0);
+    for (int sub = first / SUB; sub * SUB < end; sub++) {
+        if (s->is_bf16) {
+            const bf16 *v = (const bf16 *)a->v + sub_at(a, span, sub, kv_head) + c * 32;
+            const uint32_t *w = (const uint32_t *)weights + sub * SUB / 2;
+            for (int t = 0; t < SUB / 2; t++) {
+                vu pairs = vu_load(v + (size_t)t * s->dim * 2);
+                for (int i = 0; i < n; i++) acc[i] = vf_dot_pair(acc[i], pairs, w[(size_t)i * stride / 2 + t]);
+            }
+        } else {
+            const float *v = (const float *)a->v + sub_at(a, span, sub, kv_head) + c * 16;
+            const float *w = (const float *)weights + sub * SUB;
+            for (int t = 0; t < SUB; t++) {
+                vf values = vf_load(v + (size_t)t * s->dim);
+                for (int i = 0; i < n; i++) acc[i] = vf_fma(vf_set(w[(size_t)i * stride + t]), values, acc[i]);
+            }
+        }
+    }
+}
+
+static void store_x(const Attend *a, int row, int column, vf v) {
+    if (a->shape->is_bf16)
+        vf_store_bf16((bf16 *)a->out + x_at(row, column, a->out_pad), v);
+    else
+        vf_store((float *)a->out + (size_t)row * a->out_pad + column, v);
+}
+
+/* Queries i = 0 … n-1 are row `row + i / group`, head i % group of the KV head. */
+static inline __attribute__((always_inline)) void attend_n(const int n, const Attend *a, const Span *span, int kv_head,
+                                                           int first_query, int row, void *scratch) {
+    const Shape *s = a->shape;
+    const int dim = s->dim, group = s->heads / s->kv_heads;
+    int stride = ROUND_UP(a->max_len, SUB);
+    float *scores = scratch;
+    uint32_t *pairs = (uint32_t *)(scores + (size_t)QUERIES * stride);
+    void *queries = pairs + (size_t)QUERIES * stride;
+    int rows[QUERIES], heads[QUERIES], to[QUERIES], from[QUERIES], first = INT32_MAX, end = 0;
+    for (int i = 0; i < n; i++) {
+        rows[i] = row + (first_query + i) / group;
+        heads[i] = kv_head * group + (first_query + i) % group;
+        to[i] = span->kv_len - span->length + (rows[i] - span->start) + 1;
+        from[i] = s->window && to[i] > s->window ? to[i] - s->window : 0;
+        first = MIN(first, from[i]);
+        end = to[i] > end ? to[i] : end;
+        const float *q = a->q + (size_t)rows[i] * a->q_stride + heads[i] * dim;
+        if (s->is_bf16)
+            for (int d = 0; d < dim; d += 16) vf_store_bf16((bf16 *)queries + i * dim + d, vf_load(q + d));
+        else
+            memcpy((float *)queries + i * dim, q, (size_t)dim * 4);
+    }
+    scores_of(n, a, span, kv_head, queries, scores, stride, first, end);
+    float inverse[QUERIES];
+    for (int i = 0; i < n; i++) {
+        float *own = scores + (size_t)i * stride;
+        inverse[i] = 1.0f / weights_of(own, first, end, from[i], to[i], s->scale);
+        if (s->is_bf16)
+            for (int at = first / SUB * SUB; at < end; at += SUB)
+                vf_store_bf16((bf16 *)(pairs + (size_t)i * stride / 2) + at, vf_load(own + at));
+    }
+    for (int c = 0; c < dim / 16; c++) {
+        vf acc[QUERIES];
+        const void *weights = s->is_bf16 ? (const void *)pairs : (const void *)scores;
+        values_of(n, a, span, kv_head, weights, stride, first, end, c, acc);
+        for (int i = 0; i < n; i++) store_x(a, rows[i], heads[i] * dim + c * 16, acc[i] * inverse[i]);
+    }
+}
+
+static void attend_item(void *argument, int index, int thread) {
+    const Attend *a = argument;
+    const int32_t *item = a->items + (size_t)index * 3;
+    const Span *span = a->spans + item[0];
+    int group = a->shape->heads / a->shape->kv_heads;
+    int rows = MIN(a->rows_per_item, span->length - item[2]);
+    int row = span->start + item[2], total = rows * group;
+    for (int at = 0; at < total; at += QUERIES) {
+        int n = MIN(QUERIES, total - at);
+        void *scratch = a->scratch[thread];
+        switch (n) {
+        case 1: attend_n(1, a, span, item[1], at, row, scratch); break;
+        case 2: attend_n(2, a, span, item[1], at, row, scratch); break;
+        case 3: attend_n(3, a, span, item[1], at, row, scratch); break;
+        case 4: attend_n(4, a, span, item[1], at, row, scratch); break;
+        case 5: attend_n(5, a, span, item[1], at, row, scratch); break;
+        case 6: attend_n(6, a, span, item[1], at, row, scratch); break;
+        case 7: attend_n(7, a, span, item[1], at, row, scratch); break;
+        default: attend_n(8, a, span, item[1], at, row, scratch);
+        }
+    }
+}
+
+/* Write one rotated K row and one V row (floats, kv_heads x dim) to token slot `slot` of the pool. */
+static void cache_row(const Shape *s, void *k_pool, void *v_pool, int64_t slot, const float *k, const float *v) {
+    for (int h = 0; h < s->kv_heads; h++) {
+        size_t at = ((size_t)(slot / SUB) * s->kv_heads + h) * kv_elements(s);
+        int token = (int)(slot % SUB), dim = s->dim;
+        const float *from_k = k + h * dim, *from_v = v + h * dim;
+        if (s->is_bf16) {
+            bf16 *to_k = (bf16 *)k_pool + at, *to_v = (bf16 *)v_pool + at;
+            for (int d = 0; d < dim; d++) {
+                to_k[d / 2 * 32 + token * 2 + d % 2] = to_bf16(from_k[d]);
+                to_v[(size_t)(token / 2) * dim * 2 + d * 2 + token % 2] = to_bf16(from_v[d]);
+            }
+        } else {
+            float *to_k = (float *)k_pool + at, *to_v = (float *)v_pool + at;
+            for (int d = 0; d < dim; d++) to_k[d * 16 + token] = from_k[d];
+            memcpy(to_v + (size_t)token * dim, from_v, (size_t)dim * 4);
+        }
+    }
+}

@@ -1,0 +1,122 @@
+"""Which transformers models the C kernels compute, read off their modules."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.attention.interface import Attention
+from engines.model_loader import LoadedModel
+
+_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+"""Decoder layers that are: norm, attention, add, norm, gated SiLU, add. The self-test checks the claim."""
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a decoder layer, in the order of the C enumeration."""
+
+
+class Unsupported(Exception):
+    """The model is computed by transformers' own layers instead; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """The modules of one decoder layer."""
+
+    linears: tuple[nn.Linear, ...]
+    norm1: nn.Module
+    norm2: nn.Module
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """What the kernels need to know of a model. `path`: of the list of layers."""
+
+    path: str
+    layers: tuple[LayerParts, ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    eps: float
+    scale: float
+    windows: tuple[int, ...]
+    head: nn.Linear
+
+
+def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> DecoderParts:
+    """Raises `Unsupported`. `attention`: what each layer asked for when it was run."""
+    model: Any = loaded.model
+    if loaded.device.type != "cpu" or loaded.dtype not in (torch.float32, torch.bfloat16):
+        raise Unsupported(f"{loaded.dtype} on {loaded.device}")
+    base = getattr(model, "model", None)
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) != len(attention):
+        raise Unsupported("no plain list of decoder layers")
+    if any(a.softcap is not None or a.sinks is not None for a in attention.values()):
+        raise Unsupported("soft caps or attention sinks")
+    parts = tuple(_layer_parts(layer) for layer in layers)
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise Unsupported("an output head that is not a plain linear layer")
+    dim = int(layers[0].self_attn.head_dim)
+    found = DecoderParts(
+        path="model.layers",
+        layers=parts,
+        heads=parts[0].linears[0].out_features // dim,
+        kv_heads=parts[0].linears[1].out_features // dim,
+        dim=dim,
+        eps=_eps(parts[0].norm1),
+        scale=_same([a.scale for a in attention.values()], "scales"),
+        windows=tuple(attention[index].window or 0 for index in range(len(layers))),
+        head=head,
+    )
+    _check_sizes(found)
+    return found
+
+
+def _layer_parts(layer: Any) -> LayerParts:
+    if type(layer).__name__ not in _LAYERS:
+        raise Unsupported(f"layers of class {type(layer).__name__}")
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = tuple(getattr(attention, name, None) or getattr(mlp, name, None) for name in MODULES)
+    if not all(type(linear) is nn.Linear for linear in linears):
+        raise Unsupported("linear layers of an unusual class")
+    if any(linear.bias is not None for linear in linears[3:]):
+        raise Unsupported("biases outside of q, k and v")
+    if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
+        raise Unsupported(f"activation {type(mlp.act_fn).__name__}")
+    names = {name for name, _ in layer.named_children()}
+    if names != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        raise Unsupported(f"modules {sorted(names)}")
+    return LayerParts(
+        linears,
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        getattr(attention, "q_norm", None),
+        getattr(attention, "k_norm", None),
+    )
+
+
+def _check_sizes(parts: DecoderParts) -> None:
+    first = [linear.weight.shape for linear in parts.layers[0].linears]
+    if any([linear.weight.shape for linear in layer.linears] != first for layer in parts.layers):
+        raise Unsupported("layers of different sizes")
+    hidden, inner = parts.layers[0].linears[0].in_features, parts.layers[0].linears[4].out_features
+    for name, size in (("hidden size", hidden), ("inner size", inner), ("head size", parts.dim)):
+        if size % 16:
+            raise Unsupported(f"{name} {size}, not a multiple of 16")
+    norms = [norm for layer in parts.layers for norm in (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm)]
+    _same([_eps(norm) for norm in norms if norm is not None], "epsilons")
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.variance_epsilon)
+
+
+def _same(values: list[float], what: str) -> float:
+    if len(set(values)) != 1:
+        raise Unsupported(f"different {what}")
+    return values[0]
