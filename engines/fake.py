@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -34,7 +34,7 @@ from engines.protocol import (
 RANKS = 24
 _BLOCK_TOKENS = 16
 
-Script = Callable[[GenerateRequest], Sequence[int | EngineError] | None]
+Script = Callable[[GenerateRequest], Iterable[int | EngineError] | None]
 """What to reply to a request: token ids, where an error in their place ends the request. None: made up by hashing. A
 script that does not end in one of the request's stop ids is followed by one, if the request has any."""
 
@@ -348,7 +348,7 @@ def _rank_logprobs(temperature: float) -> list[float]:
 
 
 def _scripted(
-    request: GenerateRequest, reply: Sequence[int | EngineError], config: FakeConfig
+    request: GenerateRequest, reply: Iterable[int | EngineError], config: FakeConfig
 ) -> Iterator[int | EngineError]:
     yield from reply
     stop_ids = request.sampling.stop_token_ids

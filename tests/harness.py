@@ -9,7 +9,7 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -90,17 +90,34 @@ class Script:
 
     def __init__(self) -> None:
         self.tokenizer = make_tokenizer()
-        self.reply: Callable[[GenerateRequest], Sequence[int | EngineError] | None] = lambda request: None
+        self.reply: Callable[[GenerateRequest], Iterable[int | EngineError] | None] = lambda request: None
         self.requests: list[GenerateRequest] = []
 
-    def __call__(self, request: GenerateRequest) -> Sequence[int | EngineError] | None:
+    @property
+    def end(self) -> int:
+        """The token that ends a turn."""
+        return int(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+
+    def __call__(self, request: GenerateRequest) -> Iterable[int | EngineError] | None:
         self.requests.append(request)
         return self.reply(request)
 
     def says(self, *items: str | int | EngineError) -> None:
-        """Text is tokenised, markers in it are markers; token ids and errors stand for themselves."""
+        """Text is tokenised, markers included; token ids and errors stand for themselves. Then the turn ends."""
         tokens = [token for item in items for token in (self.encode(item) if isinstance(item, str) else [item])]
+        tokens.append(self.end)
         self.reply = lambda request: tokens
+
+    def says_and_hangs(self, text: str, engine: FakeEngine) -> None:
+        """The engine stops stepping with the last token of the text."""
+
+        def tokens() -> Iterator[int]:
+            *first, last = self.encode(text)
+            yield from first
+            engine.pause()
+            yield last
+
+        self.reply = lambda request: tokens()
 
     def makes_something_up(self) -> None:
         self.reply = lambda request: None
