@@ -77,7 +77,7 @@ class NativeDecoder(nn.Module):
     def _set_layer(self, index: int, layer: LayerParts, window: int) -> None:
         weights = [linear.weight.contiguous() for linear in layer.linears]
         modules = (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm)
-        norms = [None if norm is None else _floats(norm.weight) for norm in modules]
+        norms = [None if norm is None else _floats(norm) for norm in modules]
         bias = None
         if any(linear.bias is not None for linear in layer.linears[:3]):
             bias = torch.cat([_bias(linear) for linear in layer.linears[:3]])

@@ -1,12 +1,12 @@
 """The C library's functions and structures, as ctypes. The C sources say what they mean."""
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
-
-_Function = ctypes._CFuncPtr
 
 
 class Settings(Structure):
@@ -31,24 +31,23 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         dll = ctypes.CDLL(str(path))
-        self.new = _function(dll.rh_new, c_void_p, POINTER(Settings))
-        self.free = _function(dll.rh_free, None, c_void_p)
-        self.uses_amx = _function(dll.rh_uses_amx, c_int)
-        self.set_layer = _function(dll.rh_set_layer, None, c_void_p, c_int, *[c_void_p] * 12, c_int)
-        self.set_head = _function(dll.rh_set_head, None, c_void_p, c_int, c_void_p)
-        self.set_cache = _function(dll.rh_set_cache, c_int, c_void_p, c_int)
-        self.set_pair = _function(
-            dll.rh_set_pair, None, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_int, c_float
-        )
-        self.clear_slot = _function(dll.rh_clear_slot, None, c_void_p, c_int)
-        self.forward = _function(dll.rh_forward, c_int, c_void_p, POINTER(Step))
-        self.head = _function(dll.rh_head, None, c_void_p, c_void_p, c_int, c_void_p, c_void_p)
+        self.new = _typed(dll.rh_new, c_void_p, POINTER(Settings))
+        self.free = _typed(dll.rh_free, None, c_void_p)
+        self.uses_amx = _typed(dll.rh_uses_amx, c_int)
+        self.set_layer = _typed(dll.rh_set_layer, None, c_void_p, c_int, *[c_void_p] * 12, c_int)
+        self.set_head = _typed(dll.rh_set_head, None, c_void_p, c_int, c_void_p)
+        self.set_cache = _typed(dll.rh_set_cache, c_int, c_void_p, c_int)
+        self.set_pair = _typed(dll.rh_set_pair, None, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_int, c_float)
+        self.clear_slot = _typed(dll.rh_clear_slot, None, c_void_p, c_int)
+        self.forward = _typed(dll.rh_forward, c_int, c_void_p, POINTER(Step))
+        self.head = _typed(dll.rh_head, None, c_void_p, c_void_p, c_int, c_void_p, c_void_p)
 
 
-def _function(function: _Function, result: type | None, *arguments: type) -> _Function:
+def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., Any]:
     function.restype = result
     function.argtypes = arguments
-    return function
+    typed: Callable[..., Any] = function
+    return typed
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

@@ -25,10 +25,11 @@ class LayerParts:
     """The modules of one decoder layer."""
 
     linears: tuple[nn.Linear, ...]
-    norm1: nn.Module
-    norm2: nn.Module
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
+    norm1: torch.Tensor
+    norm2: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +59,18 @@ def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> Deco
     if any(a.softcap is not None or a.sinks is not None for a in attention.values()):
         raise Unsupported("soft caps or attention sinks")
     parts = tuple(_layer_parts(layer) for layer in layers)
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None:
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise Unsupported("an output head that is not a plain linear layer")
-    dim = int(layers[0].self_attn.head_dim)
+    first: Any = layers[0]
+    dim = int(first.self_attn.head_dim)
     found = DecoderParts(
         path="model.layers",
         layers=parts,
         heads=parts[0].linears[0].out_features // dim,
         kv_heads=parts[0].linears[1].out_features // dim,
         dim=dim,
-        eps=_eps(parts[0].norm1),
+        eps=_same([part.eps for part in parts], "epsilons"),
         scale=_same([a.scale for a in attention.values()], "scales"),
         windows=tuple(attention[index].window or 0 for index in range(len(layers))),
         head=head,
@@ -81,22 +83,25 @@ def _layer_parts(layer: Any) -> LayerParts:
     if type(layer).__name__ not in _LAYERS:
         raise Unsupported(f"layers of class {type(layer).__name__}")
     attention, mlp = layer.self_attn, layer.mlp
-    linears = tuple(getattr(attention, name, None) or getattr(mlp, name, None) for name in MODULES)
-    if not all(type(linear) is nn.Linear for linear in linears):
+    linears: list[Any] = [getattr(attention, name, None) or getattr(mlp, name, None) for name in MODULES]
+    if any(type(linear) is not nn.Linear for linear in linears):
         raise Unsupported("linear layers of an unusual class")
     if any(linear.bias is not None for linear in linears[3:]):
         raise Unsupported("biases outside of q, k and v")
     if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
         raise Unsupported(f"activation {type(mlp.act_fn).__name__}")
+    head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *filter(None, head_norms)]
     names = {name for name, _ in layer.named_children()}
     if names != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         raise Unsupported(f"modules {sorted(names)}")
     return LayerParts(
-        linears,
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        getattr(attention, "q_norm", None),
-        getattr(attention, "k_norm", None),
+        tuple(linears),
+        layer.input_layernorm.weight,
+        layer.post_attention_layernorm.weight,
+        getattr(head_norms[0], "weight", None),
+        getattr(head_norms[1], "weight", None),
+        _same([float(norm.variance_epsilon) for norm in norms], "epsilons"),
     )
 
 
@@ -108,12 +113,6 @@ def _check_sizes(parts: DecoderParts) -> None:
     for name, size in (("hidden size", hidden), ("inner size", inner), ("head size", parts.dim)):
         if size % 16:
             raise Unsupported(f"{name} {size}, not a multiple of 16")
-    norms = [norm for layer in parts.layers for norm in (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm)]
-    _same([_eps(norm) for norm in norms if norm is not None], "epsilons")
-
-
-def _eps(norm: Any) -> float:
-    return float(norm.variance_epsilon)
 
 
 def _same(values: list[float], what: str) -> float:
