@@ -39,7 +39,7 @@ def say(text: str) -> None:
 def folder_in_the_making(target: Path) -> Iterator[Path]:
     """A folder to fill; it becomes `target` when the block ends well, and vanishes when it does not."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # One level above the names that are looked up, where nobody mistakes it for a model or a checkpoint.
+    # Beside its place, so that the rename stays within one file system.
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     scratch.chmod(0o755)
     try:

@@ -73,7 +73,7 @@ def loss_of(model: PeftModel, batch: Sequence[Example], padding: int) -> torch.T
     """
     shared = shared_length([example.prompt for example in batch])
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([batch[0].prompt[:shared]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(torch.tensor([batch[0].prompt[:shared]]), cache=cache, use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(len(batch))
     lengths = [len(example.prompt) + len(example.reply) for example in batch]
     longest = max(lengths)
@@ -85,7 +85,7 @@ def loss_of(model: PeftModel, batch: Sequence[Example], padding: int) -> torch.T
     mask = torch.arange(longest)[None, :] < torch.tensor(lengths)[:, None]
     # Logits are wide (one per word of the vocabulary): ask for those that predict a reply's token only.
     kept = longest - min(len(example.prompt) for example in batch) + 1
-    output = model(tokens[:, shared:], attention_mask=mask.long(), past_key_values=cache, logits_to_keep=kept)
+    output = model(tokens[:, shared:], attention_mask=mask.long(), cache=cache, logits_to_keep=kept)
     predictions = output.logits[:, :-1].flatten(0, 1).float()
     return torch.nn.functional.cross_entropy(predictions, labels[:, 1 - kept :].flatten(), ignore_index=IGNORED)
 
@@ -115,7 +115,7 @@ def save_checkpoint(model: PeftModel, place: Path, *, facts: dict[str, str | boo
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=place.parent.parent) as scratch:
         part = Path(scratch) / place.name
         part.mkdir()
-        weights = get_peft_model_state_dict(model)
+        weights = get_peft_model_state_dict(model, save_embedding_layers=False)
         halved = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
         weights_file = part / "adapter_model.safetensors"
         save_file(halved, weights_file, metadata={"format": "pt"})
@@ -169,11 +169,10 @@ def prepare(recipe: Recipe, options: argparse.Namespace) -> tuple[PeftModel, lis
         lora_alpha=2 * options.rank,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         task_type="CAUSAL_LM",
-        base_model_name_or_path=options.base_model,
     )
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     model = get_peft_model(base, config)
-    config.base_model_name_or_path = options.base_model  # get_peft_model puts the folder's path there
+    config.base_model_name_or_path = options.base_model  # what it was loaded from is a path of this machine
     return model, [encode(lesson, tokenizer) for lesson in recipe.lessons]
 
 

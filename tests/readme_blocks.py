@@ -1,0 +1,50 @@
+"""The fenced blocks of the README, so that tests can run them.
+
+The word after the language says what a block needs: ```` ```python service ```` runs against a running service. The
+address that the blocks name is replaced by the one that a test listens on.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ADDRESS = "127.0.0.1:8000"
+_FENCE = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """`line` is where its text begins in the file, from 1."""
+
+    language: str
+    tag: str
+    text: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.language}-{self.tag}-line-{self.line}"
+
+
+def blocks(tag: str | None = None, *, language: str | None = None, file: Path = ROOT / "README.md") -> list[Block]:
+    """In the order of the page."""
+    text = file.read_text(encoding="utf-8")
+    found = [Block(m[1], m[2] or "", m[3], text.count("\n", 0, m.start(3)) + 1) for m in _FENCE.finditer(text)]
+    return [block for block in found if tag in (None, block.tag) and language in (None, block.language)]
+
+
+def run(block: Block, address: str) -> str:
+    """Run a python or bash block against the service at `address` (host:port) and return what it printed.
+
+    Raises `subprocess.CalledProcessError` with its output when it fails.
+    """
+    text = block.text.replace(ADDRESS, address)
+    command = [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+    return done.stdout
