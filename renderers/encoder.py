@@ -19,6 +19,8 @@ from renderers.markers import AddedTokens
 from renderers.provenance import Text
 
 _BREAKER_ID = -1
+_UNKNOWN = "\U0010fffd"
+"""A character that no vocabulary has."""
 _MAX_ROUNDS = 8
 
 
@@ -38,6 +40,7 @@ class PromptEncoder:
         self._backend.normalizer = backend.normalizer
         self._backend.pre_tokenizer = backend.pre_tokenizer
         self._exchange = self._register(added)
+        self._unknown_ids = frozenset(self._backend.encode(_UNKNOWN, add_special_tokens=False).ids)
 
     def _register(self, added: AddedTokens) -> dict[int, int]:
         """Make the stand-ins and the plain added tokens known; the model's ids of both by the ids they have here."""
@@ -59,21 +62,29 @@ class PromptEncoder:
         prompt, count = self._with_stand_ins(text)
         for _ in range(_MAX_ROUNDS):
             encoding = self._backend.encode(prompt, add_special_tokens=False)
-            # Some models make a marker's id out of ordinary text as well (a Unigram vocabulary lists its markers).
             forged = [
                 span
                 for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)
-                if token_id in self._markers and token_id not in self._exchange
+                if token_id in self._markers and self._is_forged(token_id, prompt[slice(*span)])
             ]
             if not forged:
                 break
             prompt = self._broken(prompt, forged)
         else:
             raise RenderError("messages: a text holds the spelling of a special token that cannot be sent as text.")
-        ids = [self._exchange.get(token_id, token_id) for token_id in encoding.ids]
-        if sum(1 for token_id in ids if token_id in self._markers) != count:
+        if sum(1 for token_id in encoding.ids if self._exchange.get(token_id) in self._markers) != count:
             raise RenderError("The tokenizer does not recognise a special token where the chat template writes it.")
+        ids = [self._exchange.get(token_id, token_id) for token_id in encoding.ids]
         return [token_id for token_id in ids if token_id != _BREAKER_ID]
+
+    def _is_forged(self, token_id: int, text: str) -> bool:
+        """Some models make a marker's id out of ordinary text as well: a Unigram vocabulary lists its markers.
+
+        The token for unknown text is a marker too, and comes from text as it should, unless the text is its spelling.
+        """
+        if token_id in self._exchange:
+            return False  # a stand-in's id here, which happens to be a marker's id there
+        return token_id not in self._unknown_ids or self._markers[token_id].content in text
 
     def _with_stand_ins(self, text: Text) -> tuple[str, int]:
         """The prompt with each marker that lies in trusted text alone replaced, and how many there are."""

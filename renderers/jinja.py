@@ -13,6 +13,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from renderers.base import RenderError, TemplateRefused
+from renderers.bounds import TooMuch
 from renderers.encoder import PromptEncoder
 from renderers.markers import Tokenizer, added_tokens
 from renderers.messages import Conversation, ImagePart, Message, Part, Role, TextPart, Tool, ToolCall
@@ -20,7 +21,8 @@ from renderers.provenance import Text
 from renderers.sandbox import BoundedTemplate, TemplateRefusal
 from renderers.tools import NotAnObject, parse_object
 
-MAX_TEMPLATE_LEN = 256_000
+MAX_TEMPLATE_LEN = 65_536
+"""The longest in use have 20 000. Compiling one of this length takes up to 3 s."""
 
 _FAULTS = (
     TemplateError,
@@ -38,6 +40,10 @@ _FAULTS = (
 """What a faulty template can raise, compiled or run: jinja compiles it to Python."""
 
 _MAX_MESSAGE_LEN = 1000
+
+
+class _OverBounds(RenderError):
+    """The template would have used up the machine: with a probe, it is refused at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +155,8 @@ class ChatTemplate:
     def _probe(self, conversation: Conversation, form: _Form) -> Rendered | None:
         try:
             rendered = self._render(conversation, form, {"add_generation_prompt": True})
-        except TemplateRefused:
-            raise
+        except _OverBounds as exc:
+            raise TemplateRefused(str(exc)) from exc
         except RenderError:
             return None
         if list(rendered.token_ids) != self._backend.encode(rendered.text, add_special_tokens=False).ids:
@@ -174,6 +180,8 @@ def _run(template: BoundedTemplate, variables: Mapping[str, object]) -> Text:
         return template.render(variables)
     except TemplateRefusal as exc:
         raise RenderError(str(exc)[:_MAX_MESSAGE_LEN]) from exc
+    except TooMuch as exc:
+        raise _OverBounds(f"The chat template uses too much for this conversation: {exc}.") from exc
     except _FAULTS as exc:
         raise RenderError(f"The chat template cannot render this conversation: {_first_line(exc)}") from exc
 
