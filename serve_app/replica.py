@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import itertools
 import logging
+import os
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from engines.fake import FakeEngine
 from engines.protocol import Engine, EngineStats, GenerateRequest, TokenDelta
 from serve_app.channel import Endpoint
 from serve_app.local_replicas import LocalReplicas
+from serve_app.logs import join_serve_logs
 from serve_app.metrics import EngineMetrics
 from serve_app.model_config import HealthLimits, ModelArgs
 from serve_app.sentence import explain
@@ -35,6 +37,7 @@ class Replica:
 
     async def __init__(self, args: ModelArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         """Returns when the engine can produce a token. Raises what `Engine.start` raises."""
+        join_serve_logs()
         self._limits = args.health
         self._engine = _make_engine(args)
         await self._engine.start()
@@ -80,6 +83,14 @@ class Replica:
             "waiting": stats.waiting,
             "kv_used_fraction": used / stats.blocks_total if stats.blocks_total else 0.0,
         }
+
+    def open_requests(self) -> dict[str, int]:
+        """What this replica works on, by the way that the tokens take. Nothing may be left of requests that ended."""
+        return {"channel": self._links.open_streams, "serve": self._local.open_streams}
+
+    def process_id(self) -> int:
+        """Of the process that a debugger or profiler attaches to."""
+        return os.getpid()
 
     def reconfigure(self, user_config: Mapping[str, object]) -> None:
         """Take over other health limits while running. Never raises: Serve would take all replicas down."""

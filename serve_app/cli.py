@@ -1,0 +1,193 @@
+"""`python -m serve_app`: run the service, check what it is to run, talk to it."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from pydantic import BaseModel, ValidationError
+
+from renderers.base import RenderError
+from serve_app.auth import hash_key, new_key
+from serve_app.client import Client, ServiceRefused
+from serve_app.config import ServiceConfig
+from serve_app.deploy_config import DEMO_KEY, DeployConfig, load_deploy_config
+from serve_app.errors import ConfigRefused, ServiceError
+from serve_app.launch import LaunchFailed, say, up
+from serve_app.sentence import explain
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_URL = "http://127.0.0.1:8000/v1"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for what failed, 2 for what was asked for wrongly."""
+    options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], None] = options.run
+    try:
+        run(options)
+    except ConfigRefused as exc:
+        return _complain(exc, 2)
+    except (ServiceError, RenderError, ServiceRefused, LaunchFailed) as exc:
+        return _complain(exc, 1)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _complain(exc: Exception, status: int) -> int:
+    sys.stderr.write(f"{exc}\n")
+    return status
+
+
+def _up(options: argparse.Namespace) -> None:
+    up(_checked(options.config).bound_to(options.host, options.port))
+
+
+def _check(options: argparse.Namespace) -> None:
+    config = _checked(options.config)
+    say(f"{options.config} is in order: {', '.join(config.model_ids) or 'no models'}.")
+
+
+def _new_key(options: argparse.Namespace) -> None:
+    key = new_key()
+    say(f"The key, shown this once: {key}")
+    say(f"Under user_config.keys in config.yaml:\n- name: {options.name}\n  sha256: {hash_key(key).hex()}")
+
+
+def _models(options: argparse.Namespace) -> None:
+    for model_id in Client(options.url, options.key).models():
+        say(model_id)
+
+
+def _chat(options: argparse.Namespace) -> None:
+    """A conversation line by line; the end of the input ends it."""
+    client = Client(options.url, options.key)
+    messages: list[dict[str, str]] = []
+    if options.system:
+        messages.append({"role": "system", "content": options.system})
+    with suppress(EOFError):
+        while True:
+            messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
+            reply = ""
+            for delta in client.chat(options.model, messages, temperature=options.temperature):
+                shown = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+                reply += delta.get("content") or ""
+                sys.stdout.write(shown)
+                sys.stdout.flush()
+            say("")
+            messages.append({"role": "assistant", "content": reply})
+
+
+def _render(options: argparse.Namespace) -> None:
+    """What the model gets to see of a chat request."""
+    # Here and below imported late: tokenizers take seconds, and the other commands have no use for them.
+    from serve_app.prompt_debug import render_chat
+
+    try:
+        body = json.load(sys.stdin)
+    except ValueError as exc:
+        raise ConfigRefused(f"The input is not JSON: {exc}.") from exc
+    _show(render_chat(_service(options), options.model, body))
+
+
+def _tokenize(options: argparse.Namespace) -> None:
+    from serve_app.prompt_debug import tokenize_text
+
+    _show(tokenize_text(_service(options), options.model, options.text))
+
+
+def _show(tokens: Sequence[tuple[int, str]]) -> None:
+    for token_id, text in tokens:
+        say(f"{token_id:>8} {text!r}")
+    say(f"{len(tokens)} tokens")
+
+
+def _service(options: argparse.Namespace) -> ServiceConfig:
+    service = load_deploy_config(options.config).service
+    if service is None:
+        raise ConfigRefused(f"{options.config} has no application that serves an API.")
+    return service
+
+
+def _checked(path: Path) -> DeployConfig:
+    """As `load_deploy_config`, and as Serve itself checks it."""
+    from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+
+    config = load_deploy_config(path)
+    # Serve ignores what it does not know, so that a misspelt key would go unnoticed.
+    _require_known(config.raw, ServeDeploySchema, "")
+    for index, application in enumerate(config.raw["applications"]):
+        _require_known(application, ServeApplicationSchema, f"applications[{index}].")
+    try:
+        ServeDeploySchema.model_validate(config.raw)
+    except ValidationError as exc:
+        sentences = {explain(error, str(path))[1] for error in exc.errors()}
+        raise ConfigRefused("\n".join(sorted(sentences))) from exc
+    return config
+
+
+def _require_known(section: Mapping[str, object], schema: type[BaseModel], where: str) -> None:
+    for name in section:
+        if name not in schema.model_fields:
+            raise ConfigRefused(f"{where}{name} is not a key of Serve, which has {', '.join(schema.model_fields)}.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m serve_app", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = _add(commands, "up", _up, "run the service in the foreground; Ctrl-C ends it and all it started")
+    _add_config(command)
+    command.add_argument("--host", help="where to listen, instead of what the file says")
+    command.add_argument("--port", type=int)
+
+    _add_config(_add(commands, "check", _check, "check a config.yaml without starting anything"))
+
+    keys = _add_group(commands, "keys", "API keys")
+    command = _add(keys, "new", _new_key, "make a key, and the lines of config.yaml that let it in")
+    command.add_argument("name", help="the caller's name in logs and metrics")
+
+    _add_client(_add(commands, "models", _models, "what a running service has for a key"))
+
+    command = _add(commands, "chat", _chat, "talk to a model of a running service")
+    command.add_argument("model", help="a model id or a tinker:// path")
+    command.add_argument("--system", help="a system message")
+    command.add_argument("--temperature", type=float, default=0.7)
+    _add_client(command)
+
+    command = _add(commands, "render", _render, "the tokens of a chat request, read as JSON from the standard input")
+    _add_config(command)
+    command.add_argument("--model", help="a model id of the file; the first, if not given")
+
+    command = _add(commands, "tokenize", _tokenize, "the tokens of a text")
+    command.add_argument("text")
+    _add_config(command)
+    command.add_argument("--model", help="a model id of the file; the first, if not given")
+    return parser
+
+
+def _add(
+    commands: Subparsers, name: str, run: Callable[[argparse.Namespace], None], description: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=description, description=description.capitalize() + ".")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_group(commands: Subparsers, name: str, description: str) -> Subparsers:
+    group = commands.add_parser(name, help=description, description=description.capitalize() + ".")
+    return group.add_subparsers(required=True, metavar="COMMAND")
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, default=Path("config.yaml"), help="default: config.yaml")
+
+
+def _add_client(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--url", default=_URL, help=f"default: {_URL}")
+    command.add_argument("--key", default=DEMO_KEY, help=f"an API key; default: {DEMO_KEY}")

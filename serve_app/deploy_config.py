@@ -1,0 +1,177 @@
+"""config.yaml as a whole: checked before anything is started, and bound to a host and a port.
+
+It is a Serve config file: `serve run config.yaml` takes it as it is. Here it is read for what Serve would find out only
+while deploying: the arguments of our applications, the catalogue, and whether the one names the other.
+"""
+
+import hashlib
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve_app.api_config import parse_api_args
+from serve_app.config import ServiceConfig, parse_config
+from serve_app.errors import ConfigRefused
+from serve_app.model_config import parse_model_args
+
+API = "serve_app.app:api"
+MODEL = "serve_app.app:model"
+INGRESS = "ingress"
+DEMO_KEY = "roundhouse-demo"
+DEFAULT_PORT = 8000
+
+_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+_HAPROXY_PORTS: Mapping[str, int] = {
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
+}
+"""Ports that HAProxy mode takes besides the service's own, and their defaults."""
+
+Yaml = dict[str, Any]  # a file of Serve's, of which we know only our parts
+
+
+@dataclass(frozen=True, slots=True)
+class DeployConfig:
+    """A checked config.yaml. `service`: what the ingress serves; None if the file has no `api` application."""
+
+    raw: Yaml
+    service: ServiceConfig | None
+    host: str
+    port: int
+
+    @property
+    def model_ids(self) -> list[str]:
+        return [] if self.service is None else [model.id for model in self.service.models]
+
+    @property
+    def has_demo_key(self) -> bool:
+        digest = hashlib.sha256(DEMO_KEY.encode()).hexdigest()
+        return self.service is not None and any(key.sha256 == digest for key in self.service.keys)
+
+    def bound_to(self, host: str | None, port: int | None) -> "DeployConfig":
+        """The same on another address; None leaves that part as it is."""
+        options = {**(self.raw.get("http_options") or {})}
+        options["host"] = self.host if host is None else host
+        options["port"] = self.port if port is None else port
+        return DeployConfig({**self.raw, "http_options": options}, self.service, options["host"], options["port"])
+
+    def with_free_ports(self) -> "DeployConfig":
+        """The same with other ports for HAProxy's own purposes where the usual ones are taken, so that two services can
+        run on one machine. Raises `ConfigRefused` where the file itself names a port that is taken.
+        """
+        variables = _environment(self.raw)
+        if variables.get(_HAPROXY) != "1":
+            return self
+        moved = {}
+        for name, default in _HAPROXY_PORTS.items():
+            if name in variables:
+                require_free("0.0.0.0", int(variables[name]), f"change {name} in controller_options")
+            elif not is_free("0.0.0.0", default):
+                moved[name] = str(free_port())
+        options = {**self.raw["controller_options"]}
+        options["runtime_env"] = {**options["runtime_env"], "env_vars": {**variables, **moved}}
+        return DeployConfig({**self.raw, "controller_options": options}, self.service, self.host, self.port)
+
+
+def load_deploy_config(path: Path) -> DeployConfig:
+    """Read and check a config.yaml. Raises `ConfigRefused` with one sentence for each thing that is wrong."""
+    raw = _read(path)
+    problems = list(_problems(raw))
+    if problems:
+        raise ConfigRefused("\n".join(problems))
+    options = raw.get("http_options") or {}
+    host, port = options.get("host", "127.0.0.1"), options.get("port", DEFAULT_PORT)
+    return DeployConfig(raw, next(_services(raw), None), host, port)
+
+
+def is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def require_free(host: str, port: int, remedy: str) -> None:
+    """Raises `ConfigRefused` when somebody listens there."""
+    if not is_free(host, port):
+        raise ConfigRefused(f"Port {port} on {host} cannot be used, something else has it: {remedy}.")
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _read(path: Path) -> Yaml:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigRefused(f"{path} cannot be read: {exc.strerror}.") from exc
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise ConfigRefused(f"{path} is not YAML: {' '.join(str(exc).split())}.") from exc
+    if not isinstance(raw, dict) or not isinstance(raw.get("applications"), list):
+        raise ConfigRefused(f"{path} must be an object with a list of applications.")
+    return raw
+
+
+def _problems(raw: Yaml) -> Iterator[str]:
+    applications: Sequence[object] = raw["applications"]
+    model_apps = {}
+    for index, application in enumerate(applications):
+        if not isinstance(application, dict) or not isinstance(application.get("name"), str):
+            yield f"applications[{index}] must be an object with a name."
+            continue
+        where = f"applications[{index}] ({application['name']})"
+        if application.get("import_path") == MODEL:
+            model_apps[application["name"]] = where
+        try:
+            _check(application)
+        except ConfigRefused as exc:
+            yield f"{where}: {exc}"
+    try:
+        for service in _services(raw):
+            for model in service.models:
+                if model.app not in model_apps:
+                    yield f"models: {model.id!r} is to run in the application {model.app!r}, which is not in this file."
+    except ConfigRefused:
+        pass  # said above
+
+
+def _check(application: Yaml) -> None:
+    parse = {API: parse_api_args, MODEL: parse_model_args}.get(application.get("import_path", ""))
+    if parse is not None:
+        parse(application.get("args") or {})
+    if parse is parse_api_args:
+        parse_config(_user_config(application))
+
+
+def _services(raw: Yaml) -> Iterator[ServiceConfig]:
+    for application in raw["applications"]:
+        if isinstance(application, dict) and application.get("import_path") == API:
+            yield parse_config(_user_config(application))
+
+
+def _user_config(application: Yaml) -> object:
+    deployments = application.get("deployments") or []
+    for deployment in deployments:
+        if isinstance(deployment, dict) and deployment.get("name") == INGRESS:
+            return deployment.get("user_config")
+    raise ConfigRefused(f"deployments must have one named {INGRESS!r} with a user_config.")
+
+
+def _environment(raw: Yaml) -> dict[str, str]:
+    options = raw.get("controller_options") or {}
+    return (options.get("runtime_env") or {}).get("env_vars") or {}

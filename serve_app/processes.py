@@ -1,0 +1,78 @@
+"""The processes that a command started, theirs included: to end them all, by their ids, and nobody else's."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.05
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent dies, so that none can slip away (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent() -> None:
+    """In a new child: be interrupted when the parent dies without having had the time to say so (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+
+
+def descendants() -> list[int]:
+    """Ids of all processes below this one, those nearest first. Zombies do not count."""
+    children: dict[int, list[int]] = {}
+    for pid, parent, state in _process_table():
+        if state != "Z":
+            children.setdefault(parent, []).append(pid)
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
+
+
+def command_line(pid: int) -> list[str]:
+    """Empty for a process that is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
+
+
+def end_descendants(grace_s: float) -> None:
+    """Ask all of them to end, and kill those that are still there after `grace_s`. Returns when none is left."""
+    deadline = time.monotonic() + grace_s
+    asked: set[int] = set()
+    while alive := descendants():
+        how = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
+        for pid in alive:
+            if how == signal.SIGKILL or pid not in asked:
+                asked.add(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, how)
+        _reap()
+        time.sleep(_POLL_S)
+    _reap()
+
+
+def _reap() -> None:
+    """Take leave of adopted processes that have ended."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
+def _process_table() -> Iterator[tuple[int, int, str]]:
+    """(id, parent's id, state) of every process."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError):
+                # The command, in parentheses, may hold anything, parentheses included.
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                yield int(entry.name), int(parent), state

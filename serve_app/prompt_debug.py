@@ -1,0 +1,38 @@
+"""What a model would see of a request, without running the service: for `python -m serve_app render | tokenize`."""
+
+from collections.abc import Mapping, Sequence
+
+from serve_app.catalog import Target
+from serve_app.config import ModelConfig, ServiceConfig
+from serve_app.errors import ConfigRefused
+from serve_app.prompt import tokenize
+from serve_app.schema.chat import ChatBody
+from serve_app.schema.sampling import parse_body
+from serve_app.served_model import ServedModel, load_model
+from serve_app.validate import validate_chat
+
+
+def render_chat(service: ServiceConfig, model_id: str | None, body: Mapping[str, object]) -> list[tuple[int, str]]:
+    """The tokens of a body of POST /chat/completions. Raises what the service would answer with."""
+    model = load_model(_chosen(service, model_id))
+    target = Target(model.id, model, model.context_length, model.renderer)
+    request = validate_chat(parse_body(ChatBody, {**body, "model": model.id}), target, service.limits)
+    return _spelled(model, request.renderer.render(request.conversation).token_ids)
+
+
+def tokenize_text(service: ServiceConfig, model_id: str | None, text: str) -> list[tuple[int, str]]:
+    """The tokens of a `prompt` of POST /completions."""
+    model = load_model(_chosen(service, model_id))
+    return _spelled(model, tokenize(text, model).token_ids)
+
+
+def _chosen(service: ServiceConfig, model_id: str | None) -> ModelConfig:
+    found = next((model for model in service.models if model_id in (None, model.id)), None)
+    if found is None:
+        known = ", ".join(model.id for model in service.models)
+        raise ConfigRefused(f"The configuration has no model {model_id!r}, only {known}.")
+    return found
+
+
+def _spelled(model: ServedModel, token_ids: Sequence[int]) -> list[tuple[int, str]]:
+    return [(token_id, model.tokenizer.decode([token_id])) for token_id in token_ids]

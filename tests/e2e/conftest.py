@@ -1,0 +1,141 @@
+"""One real Ray Serve for all tests of this folder: loopback, free ports, Serve's own proxy, deterministic engines.
+
+Nothing of it is left when the session ends. HAProxy mode is `test_up.py`'s.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the helpers that all tests share
+
+# Before Ray is imported: it reads these as it is.
+os.environ.update(
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_AUTH_MODE="disabled",
+    RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S="1",
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH="serve_app.proxy:middlewares",
+)
+os.environ.pop("RAY_ADDRESS", None)
+
+from service_config import KEY, service_config
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Service:
+    """The running service, and what tests do to it."""
+
+    port: int
+    config: Json
+    deployed: Json | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def sdk(self, prefix: str = "", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}{prefix}/v1", api_key=KEY, **options)
+
+    def deploy(self, config: Json) -> None:
+        """What `serve deploy` does; returns before it has happened."""
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=False)
+        self.deployed = config
+
+    def is_ready(self) -> bool:
+        try:  # Serve holds requests back while it has no ingress
+            return httpx.get(f"{self.url}/readyz", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def engines(self, app: str) -> list[dict[str, float]]:
+        """What each engine of a model says it has to do."""
+        return self.broadcast(app, "record_autoscaling_stats")
+
+    def broadcast(self, app: str, method: str) -> list[Any]:
+        from ray import serve
+
+        return serve.get_deployment_handle("engine", app).broadcast(method).results(timeout_s=10)
+
+    def is_idle(self, app: str = "m") -> bool:
+        from ray.serve.exceptions import DeploymentUnavailableError
+
+        try:
+            return all(engine["running"] == engine["waiting"] == 0 for engine in self.engines(app))
+        except DeploymentUnavailableError:  # its replica is being replaced
+            return False
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait for what takes its time in a real service; fail if it never comes."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tiny_tokenizer import save_model_folder
+
+    return str(save_model_folder(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[int]:
+    """Ray and Serve, with nothing deployed; the port of the proxy."""
+    import ray
+    from ray import serve
+
+    from serve_app.deploy_config import free_port
+
+    folder = tempfile.mkdtemp(prefix="rh-", dir="/tmp")  # Ray's sockets lie below it: their paths must be short
+    port = free_port()
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        namespace="serve",
+        object_store_memory=100 << 20,
+        _temp_dir=folder,
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
+    )
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    yield port
+    serve.shutdown()
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def session_service(cluster: int, model_folder: str) -> Service:
+    service = Service(cluster, service_config(model_folder))
+    service.deploy(service.config)
+    eventually(service.is_ready, 120)
+    return service
+
+
+@pytest.fixture
+def service(session_service: Service) -> Iterator[Service]:
+    """The service in its first state; what a test changed is put back."""
+    yield session_service
+    if session_service.deployed is not session_service.config:
+        session_service.deploy(session_service.config)
+        eventually(session_service.is_ready, 60)
+    eventually(session_service.is_idle)

@@ -1,0 +1,63 @@
+"""The configuration that the tests of this folder run."""
+
+import hashlib
+from typing import Any
+
+KEY = "rh-e2e-key"
+MODEL = "tiny/Chat"
+SLEEPY = "tiny/Sleepy"  # no replica until it is asked
+GROWING = "tiny/Growing"  # one to two replicas
+PLAIN_PREFIX = "/plain"  # the same over Serve's own streams
+
+Json = dict[str, Any]
+
+
+def service_config(model_folder: str) -> Json:
+    """An ingress on the side channel, one on Serve's streams, and three models."""
+    user_config = {
+        "models": [
+            {"id": MODEL, "app": "m", "source": model_folder},
+            {"id": SLEEPY, "app": "sleepy", "source": model_folder},
+            {"id": GROWING, "app": "growing", "source": model_folder},
+        ],
+        "keys": [{"name": "e2e", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}],
+        "limits": {"per_key": {"concurrency": 1000}},
+    }
+    return {
+        "applications": [
+            api("api", "/", user_config, transport="channel"),
+            api("plain", PLAIN_PREFIX, user_config, transport="serve"),
+            model("m", max_running=64, max_waiting=200),
+            model("sleepy", replicas={"min": 0, "max": 1, "downscale_delay_s": 2}),
+            model("growing", max_running=4, replicas={"min": 1, "max": 2, "upscale_delay_s": 0.5}),
+        ]
+    }
+
+
+def api(name: str, prefix: str, user_config: Json, *, transport: str) -> Json:
+    args = {
+        "cpus_per_replica": 0.1,
+        "transport": transport,
+        "channel_host": "127.0.0.1",
+        "no_replica_timeout_s": 5,
+        "graceful_shutdown_timeout_s": 30,
+    }
+    deployments = [{"name": "ingress", "user_config": user_config}]
+    return {
+        "name": name,
+        "route_prefix": prefix,
+        "import_path": "serve_app.app:api",
+        "args": args,
+        "deployments": deployments,
+    }
+
+
+def model(app: str, **args: Any) -> Json:
+    fake = {"step_s": 0.01, "vocab_size": 512, "reply_tokens": None}
+    usual = {"id": app, "source": "nowhere", "engine": "fake", "cpus_per_replica": 0.1, "fake": fake}
+    return {
+        "name": app,
+        "route_prefix": None,
+        "import_path": "serve_app.app:model",
+        "args": {**usual, "graceful_shutdown_timeout_s": 30, **args},
+    }

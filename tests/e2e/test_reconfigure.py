@@ -1,0 +1,68 @@
+"""Changes to a running service."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import Json, Service, eventually
+from service_config import MODEL
+
+
+def changed(service: Service) -> tuple[Json, Json]:
+    """A copy of the configuration, and the user_config of the first ingress in it."""
+    config = copy.deepcopy(service.config)
+    return config, config["applications"][0]["deployments"][0]["user_config"]
+
+
+def pids(service: Service) -> list[int]:
+    return service.broadcast("m", "process_id")
+
+
+def test_a_new_key_and_model_work_within_seconds_and_restart_nothing(service):
+    before = pids(service)
+    config, user_config = changed(service)
+    user_config["keys"].append({"name": "second", "sha256": "0" * 64})
+    user_config["models"].append({**user_config["models"][0], "id": "tiny/Alias"})
+    service.deploy(config)
+    eventually(lambda: "tiny/Alias" in [model.id for model in service.sdk().models.list()], 10)
+    assert service.sdk().completions.create(model="tiny/Alias", prompt="x", max_tokens=2).model == "tiny/Alias"
+    assert pids(service) == before
+
+
+@pytest.mark.parametrize("value", [{"models": []}, {"models": [{"id": "x"}]}, {"nonsense": 1}])
+def test_a_bad_configuration_changes_nothing(service, value):
+    config, user_config = changed(service)
+    user_config.update(value)
+    service.deploy(config)
+    good = [service.sdk().completions.create(model=MODEL, prompt="x", max_tokens=2) for _ in range(20)]
+    assert len(good) == 20
+    assert service.is_ready()
+
+
+def test_requests_under_way_finish_when_their_model_is_replaced(service):
+    """`args` change, so Serve starts a new replica and drains the old one."""
+    before = pids(service)
+    sdk = service.sdk(timeout=60)
+    with ThreadPoolExecutor(8) as pool:
+        running = [
+            pool.submit(sdk.completions.create, model=MODEL, prompt=f"{n}", max_tokens=400, seed=n) for n in range(8)
+        ]
+        eventually(lambda: service.engines("m")[0]["running"] == 8)
+        config = copy.deepcopy(service.config)
+        config["applications"][2]["args"]["max_running"] = 65
+        service.deploy(config)
+        replies = [future.result() for future in running]
+    assert all(reply.choices[0].finish_reason for reply in replies)
+    eventually(lambda: service.is_ready() and pids(service) != before)
+
+
+def test_an_error_in_the_arguments_of_a_model_is_one_readable_sentence(service):
+    from ray import serve
+
+    config = copy.deepcopy(service.config)
+    config["applications"][3]["args"]["max_runing"] = 3
+    service.deploy(config)
+    eventually(lambda: serve.status().applications["sleepy"].status == "DEPLOY_FAILED")
+    message = serve.status().applications["sleepy"].message
+    assert message.splitlines()[-1] == "max_runing is not a known key, got 3."
+    assert "Traceback" not in message
