@@ -41,16 +41,20 @@ class AdapterRows:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """`token_ids`, `positions`, `kv_slots` (block * block_size + offset) [T] int64; decode rows come first.
+    """`token_ids`, `positions`, `kv_slots` (block * block_size + offset) [T] int64; decode rows come first, rows that
+    only fill the batch up come last.
 
-    `logit_rows` [R] int64: the rows whose logits are wanted. `slots`: adapter slot of each row, -1 for none; the same
-    by adapter in `adapter_rows`, and for the wanted rows (numbered 0 … R-1) in `head_adapter_rows`.
+    `fresh_blocks`: blocks that get their first token now and are not full afterwards; what else lies in them is left
+    from another sequence. `logit_rows` [R] int64: the rows whose logits are wanted. `slots`: adapter slot of each row,
+    -1 for none; the same by adapter in `adapter_rows`, and for the wanted rows (numbered 0 … R-1) in
+    `head_adapter_rows`.
     """
 
     chunks: tuple[Chunk, ...]
     token_ids: torch.Tensor
     positions: torch.Tensor
     kv_slots: torch.Tensor
+    fresh_blocks: torch.Tensor | None
     decode: DecodeRows | None
     spans: tuple[Span, ...]
     logit_rows: torch.Tensor
@@ -59,9 +63,12 @@ class StepBatch:
     head_adapter_rows: tuple[AdapterRows, ...]
 
 
-def build_batch(chunks: SequenceOf[Chunk], block_size: int, device: torch.device) -> StepBatch:
+def build_batch(
+    chunks: SequenceOf[Chunk], block_size: int, device: torch.device, *, row_multiple: int = 1
+) -> StepBatch:
     """Lay the chunks out, one-token ones first. Logits are wanted after every chunk that completes its sequence, and
-    for all rows of a sequence whose prompt log-probabilities are asked for.
+    for all rows of a sequence whose prompt log-probabilities are asked for. The rows are filled up to a multiple of
+    `row_multiple` with rows that write to the trash block.
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.length != 1)
     num_decode = sum(chunk.length == 1 for chunk in ordered)
@@ -70,6 +77,7 @@ def build_batch(chunks: SequenceOf[Chunk], block_size: int, device: torch.device
     kv_slots: list[int] = []
     slots: list[int] = []
     spans: list[Span] = []
+    fresh: list[int] = []
     wanted: list[int] = []
     for chunk in ordered:
         sequence, row = chunk.sequence, len(token_ids)
@@ -78,15 +86,23 @@ def build_batch(chunks: SequenceOf[Chunk], block_size: int, device: torch.device
         blocks = sequence.blocks
         kv_slots += [blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, chunk.end)]
         slots += [sequence.slot] * chunk.length
+        if chunk.end % block_size and chunk.start <= chunk.end - chunk.end % block_size:
+            fresh.append(blocks[chunk.end // block_size])
         if chunk.length > 1:
             table = torch.tensor(blocks[: -(-chunk.end // block_size)], dtype=torch.int64, device=device)
             spans.append(Span(row, chunk.length, chunk.end, table))
         wanted += wanted_rows(chunk, row)
+    filler = -len(token_ids) % row_multiple
+    token_ids += [0] * filler
+    positions += [0] * filler
+    kv_slots += [TRASH_BLOCK * block_size] * filler
+    slots += [NO_SLOT] * filler
     return StepBatch(
         chunks=tuple(ordered),
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         kv_slots=torch.tensor(kv_slots, dtype=torch.int64, device=device),
+        fresh_blocks=torch.tensor(fresh, dtype=torch.int64, device=device) if fresh else None,
         decode=_decode_rows(ordered[:num_decode], block_size, device),
         spans=tuple(spans),
         logit_rows=torch.tensor(wanted, dtype=torch.int64, device=device),

@@ -16,7 +16,8 @@ class EngineConfig:
     computed per step while nothing is being decoded; `max_step_tokens_decoding`: the same while others decode, which
     bounds how long a prefill can hold up the next token of the others. `adapter_bytes`: budget for the weights of
     loaded adapters; `max_adapters`: how many may be loaded at once; those beyond wait in a fair order. `exact`: results
-    are bit-equal whatever the company and chunking (float32). `threads` None: the cores this process may use.
+    are bit-equal whatever the company and chunking; slow (float32, one thread). `threads` None: the cores this process
+    may use.
     """
 
     source: str
@@ -57,6 +58,8 @@ class EngineConfig:
             raise ValueError("source must name a folder, a hub id or a .gguf file, not ''.")
         if self.exact and self.dtype not in ("float32", "auto"):
             raise ValueError(f"exact needs dtype float32, not {self.dtype!r}.")
+        if self.exact and self.threads not in (None, 1):
+            raise ValueError(f"exact needs threads 1, not {self.threads!r}.")
 
 
 _POSITIVE = (

@@ -1,39 +1,84 @@
 """Waiting requests in a fair order: across tenants first, across the adapters of one tenant second.
 
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each tenant, and each
-adapter of a tenant, has a counter of the tokens it was served. The one with the smallest counter goes next. A tenant
-that comes back after a pause starts from the smallest counter among those that are active, so that idling earns no
-credit. Between two tenants that both have requests waiting, the tokens served differ by at most the tokens of the
-requests admitted before the counters met: one request's prompt and the output of `max_running` of them.
+adapter of a tenant, has a counter of the tokens it was charged: at an admission all that have to be computed then, and
+every output token when it is computed. The smallest counter goes next. The clock is the counter of the last who was
+admitted, and a counter is brought up to it before it is charged, so neither idling nor waiting for an adapter earns
+credit (as in start-time fair queueing, Goyal et al., SIGCOMM 1996).
+
+The bound: while two tenants both have a request waiting that could be admitted, what they are charged differs by at
+most 2 * (P + R * O) tokens, where P is the most that one admission computes, R is `max_running` and O the most output
+tokens of one request. The same holds between two adapters of one tenant.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from engines.sequence import Sequence
 
+IDLE_SHARES_LIMIT = 1024
+"""How many counters of those without requests are kept; beyond it the clock is moved on, which levels the lower ones
+out."""
+
 
 @dataclass(slots=True)
-class _Share:
-    """What one tenant, or one adapter of it, was served, and how many of its requests are in the engine."""
+class _Shares:
+    """Counters by tenant, or by adapter.
 
-    served: float = 0.0
-    live: int = 0
+    A counter outlives its requests until the clock has passed it: else whoever sends one request after the other would
+    start from the clock each time, always before those who wait.
+    """
+
+    clock: int = 0
+    charged: dict[str, int] = field(default_factory=dict)
+    live: dict[str, int] = field(default_factory=dict)
+
+    def enter(self, key: str) -> None:
+        self.charged.setdefault(key, self.clock)
+        self.live[key] = self.live.get(key, 0) + 1
+
+    def leave(self, key: str) -> None:
+        self.live[key] -= 1
+        if self.live[key]:
+            return
+        del self.live[key]
+        if self.charged[key] <= self.clock:
+            del self.charged[key]
+        elif len(self.charged) - len(self.live) > IDLE_SHARES_LIMIT:
+            self.clock = max(self.clock, median_low(self.charged[k] for k in self.charged if k not in self.live))
+            self._forget()
+
+    def admit(self, key: str) -> None:
+        if self.charged[key] > self.clock:
+            self.clock = self.charged[key]
+            self._forget()
+
+    def charge(self, key: str, tokens: int) -> None:
+        self.charged[key] = max(self.charged[key], self.clock) + tokens
+
+    def order(self, keys: Iterable[str]) -> list[str]:
+        return sorted(keys, key=self.charged.__getitem__)
+
+    def _forget(self) -> None:
+        for key in [k for k, charged in self.charged.items() if charged <= self.clock and k not in self.live]:
+            del self.charged[key]
 
 
 @dataclass(slots=True)
 class _Tenant:
-    share: _Share = field(default_factory=_Share)
-    adapters: dict[str, _Share] = field(default_factory=dict)
+    adapters: _Shares = field(default_factory=_Shares)
     waiting: dict[str, deque[Sequence]] = field(default_factory=dict)
 
 
 class FairQueue:
-    """Not thread-safe: the engine loop owns it. A sequence is live from `push` to `retire`; it may be pushed again."""
+    """Not thread-safe: the engine loop owns it. A sequence is live from `join` to `retire`, waiting or not."""
 
     def __init__(self) -> None:
+        self._shares = _Shares()
         self._tenants: dict[str, _Tenant] = {}
+        self._waiting: dict[str, None] = {}  # tenants, in the order in which they began to wait
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -41,57 +86,59 @@ class FairQueue:
 
     def join(self, sequence: Sequence) -> None:
         """A new request: count it as live and let it wait."""
-        tenant = self._tenants.get(sequence.request.tenant)
-        if tenant is None:
-            tenant = self._tenants[sequence.request.tenant] = _Tenant()
-        _enter(tenant.share, [other.share for other in self._tenants.values()])
-        share = tenant.adapters.setdefault(sequence.adapter_digest, _Share())
-        _enter(share, list(tenant.adapters.values()))
-        self._queue(tenant, sequence).append(sequence)
+        name = sequence.request.tenant
+        self._shares.enter(name)
+        self._tenants.setdefault(name, _Tenant()).adapters.enter(sequence.adapter_digest)
+        self._queue(sequence).append(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """A preempted request waits again, before the others of its tenant and adapter."""
-        self._queue(self._tenants[sequence.request.tenant], sequence).appendleft(sequence)
+        self._queue(sequence).appendleft(sequence)
 
-    def _queue(self, tenant: _Tenant, sequence: Sequence) -> deque[Sequence]:
+    def _queue(self, sequence: Sequence) -> deque[Sequence]:
         self._num_waiting += 1
-        return tenant.waiting.setdefault(sequence.adapter_digest, deque())
+        name = sequence.request.tenant
+        self._waiting[name] = None
+        return self._tenants[name].waiting.setdefault(sequence.adapter_digest, deque())
 
     def heads(self) -> Iterator[Sequence]:
         """The first waiting request of every tenant and adapter, the one to serve next first."""
-        for tenant in sorted(self._tenants.values(), key=lambda t: t.share.served):
-            for digest in sorted(tenant.waiting, key=lambda d: tenant.adapters[d].served):
+        for name in self._shares.order(self._waiting):
+            tenant = self._tenants[name]
+            for digest in tenant.adapters.order(tenant.waiting):
                 yield tenant.waiting[digest][0]
 
-    def take(self, sequence: Sequence) -> None:
-        """Remove a waiting sequence, wherever it stands; it stays live."""
-        tenant = self._tenants[sequence.request.tenant]
+    def admit(self, sequence: Sequence, tokens: int) -> None:
+        """A waiting sequence stops waiting and is charged what has to be computed for it now."""
+        self.remove(sequence)
+        name = sequence.request.tenant
+        self._shares.admit(name)
+        self._tenants[name].adapters.admit(sequence.adapter_digest)
+        self.charge(sequence, tokens)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A waiting sequence stops waiting, wherever it stands; it stays live."""
+        name = sequence.request.tenant
+        tenant = self._tenants[name]
         queue = tenant.waiting[sequence.adapter_digest]
         queue.remove(sequence)
         self._num_waiting -= 1
         if not queue:
             del tenant.waiting[sequence.adapter_digest]
+        if not tenant.waiting:
+            del self._waiting[name]
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
-        """Account tokens that were computed for a live sequence."""
-        tenant = self._tenants[sequence.request.tenant]
-        tenant.share.served += tokens
-        tenant.adapters[sequence.adapter_digest].served += tokens
+        """Account tokens to a live sequence."""
+        name = sequence.request.tenant
+        self._shares.charge(name, tokens)
+        self._tenants[name].adapters.charge(sequence.adapter_digest, tokens)
 
     def retire(self, sequence: Sequence) -> None:
-        """The request has ended. Tenants and adapters without live requests are forgotten."""
-        tenant = self._tenants[sequence.request.tenant]
-        share = tenant.adapters[sequence.adapter_digest]
-        share.live -= 1
-        tenant.share.live -= 1
-        if not share.live:
-            del tenant.adapters[sequence.adapter_digest]
-        if not tenant.share.live:
-            del self._tenants[sequence.request.tenant]
-
-
-def _enter(share: _Share, active: list[_Share]) -> None:
-    if share.live == 0:
-        floor = min((other.served for other in active if other.live), default=0.0)
-        share.served = max(share.served, floor)
-    share.live += 1
+        """The request has ended."""
+        name = sequence.request.tenant
+        self._tenants[name].adapters.leave(sequence.adapter_digest)
+        self._shares.leave(name)
+        if name not in self._shares.live:
+            # Nothing of the tenant waits, so there is nobody left whom its adapters' counters could keep waiting.
+            del self._tenants[name]

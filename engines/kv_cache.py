@@ -44,6 +44,19 @@ class KVCache:
             self.k[layer] = torch.zeros(*size, shape.k_dim, dtype=shape.dtype, device=device)
             self.v[layer] = torch.zeros(*size, shape.v_dim, dtype=shape.dtype, device=device)
 
+    def write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, fresh_blocks: torch.Tensor | None
+    ) -> None:
+        """Put k [T, heads, k_dim] and v [T, heads, v_dim] into `slots` [T] (block * block_size + offset).
+
+        `fresh_blocks` are zeroed first: a backend that reads whole blocks would else read what the last owner left,
+        and though a masked score takes no part, NaN times 0 is NaN.
+        """
+        for values, new in ((self.k[layer], k), (self.v[layer], v)):
+            if fresh_blocks is not None:
+                values.index_fill_(0, fresh_blocks, 0)
+            values.view(-1, *values.shape[2:]).index_copy_(0, slots, new)
+
 
 def blocks_for(
     shapes: Mapping[int, LayerShape], block_size: int, *, budget_bytes: int, context_length: int, max_running: int

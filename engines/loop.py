@@ -21,9 +21,6 @@ from engines.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-FAILED_STEPS_LIMIT = 3
-"""Steps in a row in which no request could be computed; then the engine is taken for broken."""
-
 _POLL_S = 0.05
 """How often the loop looks at running adapter loads while nothing else can run."""
 
@@ -40,14 +37,17 @@ class Runner(Protocol):
     def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
         """The batch, and logits [wanted rows, vocab]."""
 
+    def check_health(self) -> None:
+        """Compute something that depends on no request; raises whatever it raises."""
+
 
 class Adapters(Protocol):
     """What the loop needs of the adapter cache beyond what the scheduler does."""
 
     def want(self, adapter: Adapter) -> None: ...
     def unwant(self, adapter: Adapter) -> None: ...
-    def poll(self) -> dict[str, AdapterError]:
-        """Take in finished loads; returns what failed, by digest."""
+    def poll(self) -> dict[Adapter, AdapterError]:
+        """Take in finished loads; returns what failed."""
 
     @property
     def is_loading(self) -> bool: ...
@@ -82,12 +82,16 @@ class EngineLoop:
     _wake: Condition = field(default_factory=Condition)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _stopping: bool = False
-    _failed_steps: int = 0
+    _ended: bool = False
 
-    def post(self, command: Command) -> None:
+    def post(self, command: Command) -> bool:
+        """Have the command run between two steps; False when the loop has ended and nothing will be run any more."""
         with self._wake:
+            if self._ended:
+                return False
             self._commands.append(command)
             self._wake.notify()
+            return True
 
     def stop(self) -> None:
         def command(loop: "EngineLoop") -> None:
@@ -97,6 +101,8 @@ class EngineLoop:
 
     def add(self, sequence: Sequence) -> None:
         """A command: queue a request."""
+        if self.scheduler.is_idle:
+            self.last_progress = time.monotonic()
         self.counters.requests += 1
         self._sequences[sequence.request_id] = sequence
         if sequence.request.adapter:
@@ -120,6 +126,8 @@ class EngineLoop:
             logger.exception("the engine loop failed")
             self.failed = True
         finally:
+            with self._wake:
+                self._ended = True
             self._obey()
             reason = "The engine has failed." if self.failed else "The engine was stopped."
             self._fail_all(EngineStopped(reason))
@@ -135,25 +143,20 @@ class EngineLoop:
 
     def step(self) -> bool:
         """One step; False when nothing could run. Decoding comes first and its tokens are out before the prefill."""
-        for digest, error in self.adapters.poll().items():
-            self._fail([s for s in self._sequences.values() if s.adapter_digest == digest], error)
+        for adapter, error in self.adapters.poll().items():
+            self._fail([s for s in self._sequences.values() if s.request.adapter == adapter], error)
         started = time.monotonic()
         plan = self.scheduler.plan()
         if not plan:
-            if self.scheduler.is_idle:
+            if self.scheduler.is_idle or self.adapters.is_loading:
                 self.last_progress = started
             return False
-        progressed = self._run_parts(plan)
-        finished = time.monotonic()
+        if not self._run_parts(plan):
+            # Every request of the step failed: is it they, or the device? If this raises, the engine is broken.
+            self.runner.check_health()
+        self.last_progress = time.monotonic()
         self.counters.steps += 1
-        self.counters.step_seconds += finished - started
-        if progressed:
-            self._failed_steps = 0
-            self.last_progress = finished
-        else:
-            self._failed_steps += 1
-            if self._failed_steps >= FAILED_STEPS_LIMIT:
-                raise RuntimeError(f"{FAILED_STEPS_LIMIT} steps in a row failed for every request in them")
+        self.counters.step_seconds += self.last_progress - started
         return True
 
     def _run_parts(self, plan: StepPlan) -> bool:
@@ -170,36 +173,27 @@ class EngineLoop:
     def _compute(self, chunks: SequenceOf[Chunk]) -> bool:
         """Run chunks together, or one by one when that fails, so that one request cannot fail another."""
         try:
-            batch, logits = self.runner.forward(chunks)
-            self._take(batch, logits)
-            return True
+            results = _results(*self.runner.forward(chunks))
         except Exception as exc:
             request_ids = [chunk.sequence.request_id for chunk in chunks]
             logger.exception("a forward pass failed", extra={"request_ids": request_ids})
             if len(chunks) > 1 and self.runner.repeatable:
-                results = [self._compute([chunk]) for chunk in chunks if chunk.sequence.blocks]
-                return any(results)
+                return any([self._compute([chunk]) for chunk in chunks if chunk.sequence.blocks])
             error = exc if isinstance(exc, EngineError) else EngineError("The model could not be run for this request.")
             self._fail([chunk.sequence for chunk in chunks], error)
             return False
+        self._commit(results)
+        return True
 
-    def _take(self, batch: StepBatch, logits: torch.Tensor) -> None:
-        """Commit the chunks, sample where a sequence is complete, emit."""
-        rows = _rows_of(batch)
-        complete = [(chunk, last) for chunk, _, last in rows if chunk.completes and _samples(chunk)]
-        sampled: list[Sampled] = []
-        if complete:
-            picked = [last for _, last in complete]
-            own = logits if picked == list(range(logits.shape[0])) else logits[picked]
-            sampled = sample(own, [chunk.sequence for chunk, _ in complete])
-        draws = {chunk.sequence.request_id: draw for (chunk, _), draw in zip(complete, sampled, strict=True)}
+    def _commit(self, results: SequenceOf["_Result"]) -> None:
         events: list[tuple[Sequence, Event]] = []
-        for chunk, first, _ in rows:
+        for result in results:
+            chunk, sequence = result.chunk, result.chunk.sequence
+            sequence.prompt_logprobs += result.scores
             self._count(chunk)
             self.scheduler.commit(chunk)
-            _score_prompt(chunk, logits, first)
             if chunk.completes:
-                events.append((chunk.sequence, self._advance(chunk.sequence, draws.get(chunk.sequence.request_id))))
+                events.append((sequence, self._advance(sequence, result.draw)))
         self._emit(events)
 
     def _count(self, chunk: Chunk) -> None:
@@ -207,8 +201,6 @@ class EngineLoop:
             self.counters.decode_tokens += 1
         else:
             self.counters.prefill_tokens += chunk.length
-        if not chunk.sequence.delivered and chunk.start == chunk.sequence.cached_len:
-            self.counters.cached_tokens += chunk.start
 
     def _advance(self, sequence: Sequence, draw: Sampled | None) -> Event:
         """The next event of a sequence whose tokens are all computed."""
@@ -223,11 +215,13 @@ class EngineLoop:
             logprobs = (draw.logprob,) if draw.logprob is not None else ()
         first = not sequence.delivered
         sequence.delivered = True
+        cached = sequence.cached_len or 0 if first else 0
+        self.counters.cached_tokens += cached
         return TokenDelta(
             token_ids,
             logprobs,
             _finish_reason(token_ids, sequence, sampling.stop_token_ids, sampling.max_tokens),
-            cached_tokens=sequence.cached_len or 0 if first else 0,
+            cached_tokens=cached,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
         )
 
@@ -255,6 +249,31 @@ class EngineLoop:
         self._fail(list(self._sequences.values()), error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a chunk's logits say: the next token, if one is wanted, and the scores of prompt tokens, if wanted."""
+
+    chunk: Chunk
+    draw: Sampled | None
+    scores: list[TokenLogprob | None]
+
+
+def _results(batch: StepBatch, logits: torch.Tensor) -> list[_Result]:
+    """Changes no sequence, so whatever it raises, the chunks can be run again."""
+    rows = _rows_of(batch)
+    complete = [(chunk, last) for chunk, _, last in rows if chunk.completes and _samples(chunk)]
+    sampled: list[Sampled] = []
+    if complete:
+        picked = [last for _, last in complete]
+        own = logits if picked == list(range(logits.shape[0])) else logits[picked]
+        sampled = sample(own, [chunk.sequence for chunk, _ in complete])
+    draws = {chunk.sequence.request_id: draw for (chunk, _), draw in zip(complete, sampled, strict=True)}
+    return [
+        _Result(chunk, draws.get(chunk.sequence.request_id), _score_prompt(chunk, logits, first))
+        for chunk, first, _ in rows
+    ]
+
+
 def _rows_of(batch: StepBatch) -> list[tuple[Chunk, int, int]]:
     """Each chunk with its first and last row among the wanted logits; last < first when it has none."""
     rows: list[tuple[Chunk, int, int]] = []
@@ -270,19 +289,19 @@ def _samples(chunk: Chunk) -> bool:
     return chunk.sequence.request.sampling.max_tokens > 0
 
 
-def _score_prompt(chunk: Chunk, logits: torch.Tensor, first: int) -> None:
+def _score_prompt(chunk: Chunk, logits: torch.Tensor, first: int) -> list[TokenLogprob | None]:
     """Log-probabilities of the prompt tokens after the chunk's tokens. Not again after a preemption."""
     sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
     if sampling.prompt_logprobs is None or sequence.num_output or sequence.delivered:
-        return
-    known = sequence.prompt_logprobs
-    if not known:
-        known.append(None)
-    start = len(known) - 1  # the row that predicts the first token not scored yet
+        return []
+    # The first token is predicted by nothing.
+    scores: list[TokenLogprob | None] = [] if sequence.prompt_logprobs else [None]
+    start = max(0, len(sequence.prompt_logprobs) - 1)  # the row that predicts the first token not scored yet
     targets = sequence.token_ids[start + 1 : min(chunk.end + 1, sequence.num_prompt)]
     if targets:
         offset = first + start - chunk.start
-        known += prompt_logprobs(logits[offset : offset + len(targets)], targets, sampling)
+        scores += prompt_logprobs(logits[offset : offset + len(targets)], targets, sampling)
+    return scores
 
 
 def _has_nan(sequence: Sequence) -> bool:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from engines.config import EngineConfig
@@ -20,9 +19,9 @@ KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`context_length` is what the model was made for, in tokens."""
+    """`model` is a `PreTrainedModel`; `context_length` is what it was made for, in tokens."""
 
-    model: nn.Module
+    model: Any
     config: Any
     device: torch.device
     dtype: torch.dtype

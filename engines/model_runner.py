@@ -1,19 +1,26 @@
 """Runs chunks of sequences through a transformers model on the paged KV cache."""
 
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
+from engines.attention.exact import ExactBackend
 from engines.attention.interface import NAME, AttentionBackend, Paged, ShapeProbe, register
 from engines.attention.sdpa import SdpaBackend
 from engines.batch import StepBatch, build_batch
+from engines.block_pool import TRASH_BLOCK
+from engines.exact import TILE_ROWS, RowTiles
 from engines.kv_cache import KVCache, LayerShape
-from engines.lora.apply import AdapterModules, multiply_rowwise
+from engines.lora.adaptable import adaptable_targets
+from engines.lora.apply import AdapterModules
 from engines.lora.context import AdapterContext
+from engines.lora.experts import Experts
+from engines.lora.targets import LoraTargets
 from engines.model_loader import LoadedModel
 from engines.packed_linear import pack_linears
 from engines.protocol import GenerateRequest, SamplingParams
@@ -35,83 +42,80 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, *, block_size: int, exact: bool) -> None:
         register()
+        self.targets = LoraTargets.of(loaded.model)
         self._model: Any = loaded.model
         self._model.set_attn_implementation(NAME)
         self._device = loaded.device
         self._block_size = block_size
+        self._exact = exact
         self._context = AdapterContext()
         probe = ShapeProbe()
         self._backend: AttentionBackend = probe
-        linears = self._watch_linears()
+        adaptable = adaptable_targets(
+            loaded.model, self.targets, run=lambda: self.forward([_probe_chunk([1])]), num_tokens=_PROBE_TOKENS
+        )
         self.shapes: dict[int, LayerShape] = probe.shapes
         self.adapters = AdapterModules(
             loaded.model,
             self._context,
-            token_linears=linears,
-            head=_path_of(loaded.model, self._model.get_output_embeddings()),
-            embedding=_path_of(loaded.model, self._model.get_input_embeddings()),
+            adaptable=adaptable,
+            head=self.targets.head,
             dtype=loaded.dtype,
             device=loaded.device,
-            multiply=multiply_rowwise if exact else F.linear,
         )
+        if exact:
+            for path in self.targets.experts:
+                Experts.around(loaded.model, path, self._context, row_multiple=TILE_ROWS)
         if loaded.device.type == "cpu":
-            logger.info("%d linear layers packed for the CPU", pack_linears(loaded.model, at_least_two_rows=exact))
+            logger.info("%d linear layers packed for the CPU", pack_linears(loaded.model, tiled=exact))
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, or make it anew; until then nothing can be run."""
-        self._backend = SdpaBackend(KVCache(self.shapes, num_blocks, self._block_size, self._device))
+        cache = KVCache(self.shapes, num_blocks, self._block_size, self._device)
+        self._backend = ExactBackend(cache) if self._exact else SdpaBackend(cache)
 
     def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
         """The batch as it was laid out, and logits [wanted rows, vocab] in the model's dtype."""
-        batch = build_batch(chunks, self._block_size, self._device)
+        batch = self._batch(chunks)
         return batch, self._run(batch, batch.logit_rows)
+
+    def check_health(self) -> None:
+        """Run a few tokens of the base model in the trash block. Raises what the device raises."""
+        chunk = _probe_chunk([TRASH_BLOCK])
+        if not bool(torch.isfinite(self.last_logits([chunk])[chunk.sequence.request_id]).all()):
+            raise RuntimeError("the base model's logits are not finite")
 
     def last_logits(self, chunks: SequenceOf[Chunk]) -> dict[str, torch.Tensor]:
         """Logits [vocab] after each chunk, complete or not, by request id."""
-        batch = build_batch(chunks, self._block_size, self._device)
+        batch = self._batch(chunks)
         ends = torch.tensor([chunk.length for chunk in batch.chunks], device=self._device).cumsum(0) - 1
         logits = self._run(batch, ends).float()
         return {chunk.sequence.request_id: row for chunk, row in zip(batch.chunks, logits, strict=True)}
 
+    def _batch(self, chunks: SequenceOf[Chunk]) -> StepBatch:
+        return build_batch(chunks, self._block_size, self._device, row_multiple=TILE_ROWS if self._exact else 1)
+
     def _run(self, batch: StepBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         self._context.set(batch)
-        output = self._model(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=logit_rows,
-            paged=Paged(self._backend, batch),
-        )
-        logits: torch.Tensor = output.logits[0]
+        count = logit_rows.shape[0]
+        if self._exact:
+            logit_rows = F.pad(logit_rows, (0, -count % TILE_ROWS))
+        with RowTiles() if self._exact else nullcontext():
+            output = self._model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=logit_rows,
+                paged=Paged(self._backend, batch),
+            )
+        logits: torch.Tensor = output.logits[0, :count]
         return logits
 
-    def _watch_linears(self) -> frozenset[str]:
-        """Paths of the linear layers that see exactly one row per token, found by running a few tokens.
 
-        Others (a router over images, experts that see only their own tokens) cannot be adapted row by row.
-        """
-        seen: set[str] = set()
-        handles = []
-        for path, module in self._model.named_modules():
-            if isinstance(module, nn.Linear):
-
-                def note(module: nn.Module, args: tuple[torch.Tensor, ...], path: str = path) -> None:
-                    if args[0].numel() == _PROBE_TOKENS * args[0].shape[-1]:
-                        seen.add(path)
-
-                handles.append(module.register_forward_pre_hook(note))
-        try:
-            self.forward([_probe_chunk(self._block_size)])
-        finally:
-            for handle in handles:
-                handle.remove()
-        return frozenset(seen)
-
-
-def _probe_chunk(block_size: int) -> Chunk:
+def _probe_chunk(blocks: Iterable[int]) -> Chunk:
     request = GenerateRequest("probe", tuple(range(_PROBE_TOKENS)), SamplingParams(max_tokens=1, seed=0))
     sequence = Sequence.of(request, NO_SINK)
-    sequence.blocks = list(range(1, 1 + -(-_PROBE_TOKENS // block_size)))
+    sequence.blocks = list(blocks)
     return Chunk(sequence, 0, _PROBE_TOKENS)
 
 
@@ -121,7 +125,3 @@ class _NoSink:
 
 
 NO_SINK = _NoSink()
-
-
-def _path_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
-    return next((path for path, module in model.named_modules() if module is wanted), None)

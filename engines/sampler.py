@@ -57,10 +57,15 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sample
 def prompt_logprobs(logits: torch.Tensor, targets: SequenceOf[int], params: SamplingParams) -> list[TokenLogprob]:
     """Log-probabilities of `targets`, the tokens after the rows of `logits` [rows, vocab]; NaN if not finite."""
     assert params.prompt_logprobs is not None
-    scaled = logits.float()
-    if params.temperature > 0:
-        scaled = scaled / params.temperature
+    scaled = _scale(logits.float(), [params.temperature] * len(targets))
     return _report(scaled, targets, params.prompt_logprobs)
+
+
+def _scale(logits: torch.Tensor, temperatures: SequenceOf[float]) -> torch.Tensor:
+    """Logits over temperature, 0 standing for 1. The largest becomes 0 first, so that no temperature overflows."""
+    smallest = torch.finfo(logits.dtype).tiny
+    divisors = logits.new_tensor([max(t, smallest) if t else 1.0 for t in temperatures])
+    return (logits - logits.amax(dim=-1, keepdim=True)) / divisors[:, None]
 
 
 def _penalise(
@@ -114,17 +119,17 @@ def _draw(logits: torch.Tensor, rows: list[int], sequences: SequenceOf[Sequence]
     params = [sequences[row].request.sampling for row in rows]
     numbers = [uniform(p.seed, sequences[row].num_output) for row, p in zip(rows, params, strict=True)]
     picked = logits if len(rows) == logits.shape[0] else logits[torch.tensor(rows, device=logits.device)]
-    scaled = picked / picked.new_tensor([p.temperature for p in params])[:, None]
+    # softmax and cumsum keep to one row; sum and logsumexp split a lone row over threads, which changes its bits.
+    weights = torch.softmax(_scale(picked, [p.temperature for p in params]), dim=-1)
     token_ids = [0] * len(rows)
     whole = [i for i, p in enumerate(params) if p.top_k == 0 and p.top_p >= 1 and p.min_p <= 0]
     if whole:
-        weights = torch.softmax(scaled[whole], dim=-1)
-        for i, token_id in zip(whole, _invert(weights, [numbers[i] for i in whole]).tolist(), strict=True):
+        for i, token_id in zip(whole, _invert(weights[whole], [numbers[i] for i in whole]).tolist(), strict=True):
             token_ids[i] = token_id
     truncated = [i for i in range(len(rows)) if i not in set(whole)]
     width = min(CANDIDATES, logits.shape[-1])
     while truncated:
-        found, truncated = _draw_truncated(scaled, truncated, params, numbers, width)
+        found, truncated = _draw_truncated(weights, truncated, params, numbers, width)
         for i, token_id in found:
             token_ids[i] = token_id
         width = min(width * 8, logits.shape[-1])
@@ -132,25 +137,26 @@ def _draw(logits: torch.Tensor, rows: list[int], sequences: SequenceOf[Sequence]
 
 
 def _draw_truncated(
-    scaled: torch.Tensor, rows: list[int], params: list[SamplingParams], numbers: list[float], width: int
+    weights: torch.Tensor, rows: list[int], params: list[SamplingParams], numbers: list[float], width: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
     """Draw among the `width` most likely tokens; returns (row, token) pairs, and the rows that may keep more tokens."""
     own = [params[i] for i in rows]
-    vocab = scaled.shape[-1]
-    top, ids = scaled[rows].topk(width, dim=-1)  # sorted, most likely first
-    probability = (top - scaled[rows].logsumexp(dim=-1, keepdim=True)).exp().double()
-    top_k = torch.tensor([p.top_k or vocab for p in own], device=scaled.device)[:, None]
+    vocab = weights.shape[-1]
+    top, ids = weights[rows].topk(width, dim=-1)  # sorted, most likely first
+    probability = top.double()
+    top_k = torch.tensor([p.top_k or vocab for p in own], device=weights.device)[:, None]
     top_p = probability.new_tensor([p.top_p for p in own])[:, None]
     min_p = probability.new_tensor([p.min_p for p in own])[:, None]
-    keep = torch.arange(width, device=scaled.device) < top_k
+    keep = torch.arange(width, device=weights.device) < top_k
     kept = probability * keep
+    cumulative = kept.cumsum(dim=-1)
     # top-p looks at the distribution that top-k left, renormalised.
-    mass = torch.where(top_k <= width, kept.sum(dim=-1, keepdim=True), torch.ones_like(top_p))
-    before = (kept.cumsum(dim=-1) - kept) / mass
-    keep &= (top_p >= 1) | (before < top_p)
+    mass = torch.where(top_k <= width, cumulative[:, -1:], 1.0)
+    keep &= (top_p >= 1) | (cumulative - kept < top_p * mass)
     keep &= probability >= min_p * probability[:, :1]
     keep[:, 0] = True
-    open_ended = keep[:, -1] & (top_k[:, 0] > width) & (width < vocab)
+    # Whether later tokens may be kept too, and whether the mass that top-p is a share of is not known yet.
+    open_ended = (top_k[:, 0] > width) & (width < vocab) & (keep[:, -1] | ((top_p < 1) & (top_k < vocab))[:, 0])
     sure = [i for i, is_open in enumerate(open_ended.tolist()) if not is_open]
     unsure = [row for row, is_open in zip(rows, open_ended.tolist(), strict=True) if is_open]
     if not sure:
@@ -174,8 +180,7 @@ def _logprobs(
     logits: torch.Tensor, rows: list[int], chosen: list[int], params: SequenceOf[SamplingParams]
 ) -> dict[int, TokenLogprob]:
     """Of the temperature-scaled distribution, before truncation; rows by how many alternatives they want."""
-    temperatures = [params[row].temperature or 1.0 for row in rows]
-    scaled = logits[rows] / logits.new_tensor(temperatures)[:, None]
+    scaled = _scale(logits[rows], [params[row].temperature for row in rows])
     count = max(params[row].logprobs or 0 for row in rows)
     reports = _report(scaled, [chosen[row] for row in rows], count)
     return {
@@ -185,14 +190,12 @@ def _logprobs(
 
 
 def _report(scaled: torch.Tensor, targets: SequenceOf[int], count: int) -> list[TokenLogprob]:
-    normaliser = scaled.logsumexp(dim=-1, keepdim=True)
-    ids = torch.tensor(targets, device=scaled.device)[:, None]
-    own = (scaled.gather(1, ids) - normaliser)[:, 0].tolist()
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    own = logprobs.gather(1, torch.tensor(targets, device=scaled.device)[:, None])[:, 0].tolist()
     if not count:
         return [TokenLogprob(target, value) for target, value in zip(targets, own, strict=True)]
-    top, top_ids = scaled.topk(min(count, scaled.shape[-1]), dim=-1)
-    values, indices = (top - normaliser).tolist(), top_ids.tolist()
+    top, top_ids = logprobs.topk(min(count, scaled.shape[-1]), dim=-1)
     return [
-        TokenLogprob(target, value, tuple(zip(ids_, logprobs, strict=True)))
-        for target, value, ids_, logprobs in zip(targets, own, indices, values, strict=True)
+        TokenLogprob(target, value, tuple(zip(ids, values, strict=True)))
+        for target, value, ids, values in zip(targets, own, top_ids.tolist(), top.tolist(), strict=True)
     ]

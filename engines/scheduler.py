@@ -83,7 +83,6 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._max_step_tokens_decoding = max_step_tokens_decoding
         self._prefix_cache = prefix_cache
-        self._admissions = 0
         self.queue = FairQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -160,9 +159,8 @@ class Scheduler:
                 yield sequence
 
     def _start(self, sequence: Sequence) -> None:
-        self.queue.take(sequence)
-        self._admissions += 1
-        sequence.admitted = self._admissions
+        self.queue.admit(sequence, sequence.num_pending)
+        sequence.num_charged = len(sequence.token_ids)
         sequence.bypassed = 0
         self.running.append(sequence)
 
@@ -192,7 +190,9 @@ class Scheduler:
         sequence, size = chunk.sequence, self._pool.block_size
         first = sequence.num_computed // size
         sequence.num_computed = chunk.end
-        self.queue.charge(sequence, chunk.length)
+        if chunk.end > sequence.num_charged:
+            self.queue.charge(sequence, chunk.end - sequence.num_charged)
+            sequence.num_charged = chunk.end
         full = chunk.end // size
         if self._prefix_cache and full > first:
             hashes = sequence.extend_hashes(full, size)
@@ -204,7 +204,7 @@ class Scheduler:
         if sequence.blocks:
             self._let_go(sequence)
         else:
-            self.queue.take(sequence)
+            self.queue.remove(sequence)
         self.queue.retire(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:

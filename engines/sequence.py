@@ -15,7 +15,8 @@ class Sequence:
 
     `token_ids` holds the prompt and then every sampled token. K and V of the first `num_computed` of them lie in
     `blocks`. `prefix_hashes` is the hash chain of the full blocks, as far as it was needed. After a preemption
-    `num_computed` is 0 again and the sampled tokens are computed anew like a prompt.
+    `num_computed` is 0 again and the sampled tokens are computed anew like a prompt. `num_charged`: how many of the
+    tokens its tenant was charged for. `bypassed`: how many others were admitted while it waited for an adapter slot.
     """
 
     request: GenerateRequest
@@ -26,7 +27,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     prefix_hashes: list[bytes] = field(default_factory=list)
     slot: int = NO_SLOT
-    admitted: int = 0
+    num_charged: int = 0
     cached_len: int | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     output_counts: dict[int, int] | None = None

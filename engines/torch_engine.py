@@ -18,7 +18,8 @@ from engines.errors import EngineError, EngineStopped, ModelRefused, QueueFull, 
 from engines.kv_cache import blocks_for, free_memory
 from engines.loop import Emit, EngineLoop, Event
 from engines.lora.cache import AdapterCache
-from engines.lora.weights import AdapterWeights, LoraTargets, read_adapter
+from engines.lora.targets import LoraTargets
+from engines.lora.weights import AdapterWeights, read_adapter
 from engines.model_loader import LoadedModel, load_model
 from engines.model_runner import ModelRunner
 from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink, SamplingParams
@@ -53,36 +54,41 @@ class TorchEngine:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._deliver, events)
 
-        self._parts = await asyncio.to_thread(_assemble, self._config, emit)
+        parts = await asyncio.to_thread(_assemble, self._config, emit)
+        if self._closed:
+            raise EngineStopped("The engine was closed while it was started.")
+        self._parts = parts
         self._thread = Thread(target=self._parts.run, name="engine-loop", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:
         self._closed = True
-        if self._parts is None or self._thread is None:
+        parts, thread = self._parts, self._thread
+        if parts is None or thread is None:
             return
-        self._parts.loop.stop()
-        await asyncio.to_thread(self._thread.join)
-        self._parts.adapters.close()
-        # The loop's last events are on their way through the event loop.
-        await asyncio.sleep(0)
+        parts.loop.stop()
+        # The loop's last events come through the event loop before the end of this wait does.
+        await asyncio.to_thread(thread.join)
+        parts.adapters.close()
+        self._parts = None
 
     def submit(self, request: GenerateRequest, sink: OutputSink) -> None:
         parts = self._running_parts()
-        if self._closed or parts.loop.failed:
-            raise EngineStopped("The engine does not take requests any more.")
+        if self._closed:
+            raise EngineStopped("The engine is being closed.")
         _check(request, parts.facts)
         if request.request_id in self._live:
             raise RequestRefused("request_id", f"request_id {request.request_id!r} is in use.")
         if len(self._live) >= self._config.max_running + self._config.max_waiting:
             raise QueueFull(self._config.max_waiting)
         sequence = Sequence.of(request, sink)
+        if not parts.loop.post(lambda loop: loop.add(sequence)):
+            raise EngineStopped("The engine has failed.")
         self._live[request.request_id] = sequence
-        parts.loop.post(lambda loop: loop.add(sequence))
 
     def abort(self, request_id: str) -> None:
-        if self._live.pop(request_id, None) is not None:
-            self._running_parts().loop.post(lambda loop: loop.abort(request_id))
+        if self._live.pop(request_id, None) is not None and self._parts is not None:
+            self._parts.loop.post(lambda loop: loop.abort(request_id))
 
     async def warm(self, adapter: Adapter) -> None:
         """Loads by a request that scores one token, so that what is refused then is refused now."""
@@ -95,11 +101,11 @@ class TorchEngine:
             self.abort(request.request_id)
 
     def stats(self) -> EngineStats:
-        return self._running_parts().stats()
+        return EngineStats(failed=True) if self._parts is None else self._parts.stats()
 
     def _running_parts(self) -> "_Parts":
         if self._parts is None:
-            raise EngineStopped("The engine has not been started.")
+            raise EngineStopped("The engine is not running.")
         return self._parts
 
     def _deliver(self, events: SequenceOf[tuple[Sequence, Event]]) -> None:
@@ -113,7 +119,10 @@ class TorchEngine:
             _, outputs = by_sink.setdefault(id(sequence.sink), (sequence.sink, []))
             outputs.append(Output(sequence.request_id, event))
         for sink, outputs in by_sink.values():
-            sink.deliver(outputs)
+            try:
+                sink.deliver(outputs)
+            except Exception:  # whatever is wrong with one sink, the others get their tokens
+                logger.exception("a sink failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +179,16 @@ class _Parts:
 
 def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
     """Load, verify and size everything. Takes as long as loading the model; runs on a thread of its own."""
-    threads = config.threads or len(os.sched_getaffinity(0))
+    threads = 1 if config.exact else config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     with torch.inference_mode():
         loaded = load_model(config)
-        targets = LoraTargets.of(loaded.model)
         test = self_test.prepare(loaded) if config.self_test else None
         runner = ModelRunner(loaded, block_size=config.block_size, exact=config.exact)
         if test is not None:
             self_test.check(test, runner, loaded, block_size=config.block_size)
+            if config.exact:
+                self_test.check_exact(test, runner, loaded, block_size=config.block_size)
         context_length = _context_length(config, loaded)
         num_blocks = blocks_for(
             runner.shapes,
@@ -191,7 +201,7 @@ def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
     pool = BlockPool(num_blocks, config.block_size)
     loops: list[EngineLoop] = []
     adapters = AdapterCache(
-        load=lambda adapter: _read(adapter, targets, config),
+        load=lambda adapter: _read(adapter, runner.targets, config),
         modules=runner.adapters,
         max_slots=config.max_adapters,
         byte_budget=config.adapter_bytes,

@@ -1,95 +1,114 @@
-"""Adapters applied to a running model: wrappers around its linear and embedding layers, many adapters in one batch.
+"""Adapters applied to a running model: wrappers around its modules, many adapters in one batch.
 
-The reference for every faster way: for each adapter in the batch, y[rows] += scale * B (A x[rows]). Ranks are never
+The reference for every faster way: for each adapter in the batch, y[rows] += B (A x[rows] * scale). Ranks are never
 padded, and modules that no loaded adapter touches are not wrapped, so adapters that are loaded but unused cost nothing.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from engines.batch import AdapterRows
 from engines.errors import AdapterRefused
 from engines.lora.context import AdapterContext
-from engines.lora.weights import AdapterWeights, LoraPair
+from engines.lora.experts import Experts
+from engines.lora.pairs import LoraPair
+from engines.lora.targets import TargetKind
+from engines.lora.weights import AdapterWeights
 
-Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""x [rows, in], w [out, in] -> [rows, out]"""
-
-
-def multiply_rowwise(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """As `F.linear`, but the bits of a row do not depend on the other rows. Slow: for the exact mode."""
-    return torch.stack([(w * row).sum(dim=-1) for row in x])
+Pairs = dict[int, LoraPair]
+"""Those of one module by adapter slot, in the model's dtype and on its device."""
 
 
-@dataclass(slots=True)
-class _Slots:
-    """The pairs of one module, by adapter slot, in the model's dtype and on its device."""
+def add_pairs(y: torch.Tensor, x: torch.Tensor, pairs: Pairs, groups: Sequence[AdapterRows]) -> torch.Tensor:
+    """y [..., out] += scale * B A x [..., in] in the rows that have an adapter here."""
+    flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    for group in groups:
+        pair = pairs.get(group.slot)
+        if pair is not None:
+            narrow = F.linear(flat_x[group.rows].to(pair.A.dtype), pair.A) * pair.scale
+            flat_y.index_add_(0, group.rows, F.linear(narrow, pair.B).to(y.dtype))
+    return y
 
-    pairs: dict[int, LoraPair] = field(default_factory=dict)
 
-    def put(self, slot: int, pair: LoraPair, like: torch.Tensor) -> None:
-        self.pairs[slot] = LoraPair(
-            pair.A.to(device=like.device, dtype=like.dtype), pair.B.to(device=like.device, dtype=like.dtype), pair.scale
-        )
+class _Wrapper(nn.Module):
+    """Stands in the place of `base`, whose other attributes can be read through it: some models do."""
 
-
-class LoraLinear(nn.Module):
-    """`base` with the adapters of the batch added. x [1, rows, in]; rows as numbered in the context."""
-
-    def __init__(self, base: nn.Module, context: AdapterContext, *, is_head: bool, multiply: Multiply) -> None:
+    def __init__(self, base: nn.Module, context: AdapterContext) -> None:
         super().__init__()
         self.base = base
-        self.slots = _Slots()
+        self.pairs: Pairs = {}
         self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+
+class LoraLinear(_Wrapper):
+    """x [1, rows, in] -> [1, rows, out]; rows as numbered in the context, those of the output head by themselves."""
+
+    def __init__(self, base: nn.Module, context: AdapterContext, *, is_head: bool) -> None:
+        super().__init__(base, context)
         self._is_head = is_head
-        self._multiply = multiply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.base(x)
         groups = self._context.head_rows if self._is_head else self._context.rows
-        flat_x, flat_y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        for group in groups:
-            pair = self.slots.pairs.get(group.slot)
-            if pair is not None:
-                delta = self._multiply(self._multiply(flat_x[group.rows], pair.A) * pair.scale, pair.B)
-                flat_y.index_add_(0, group.rows, delta)
-        return y
+        return add_pairs(self.base(x), x, self.pairs, groups)
 
 
-class LoraEmbedding(nn.Module):
+class LoraEmbedding(_Wrapper):
     """An embedding with A [r, vocab] and B [dim, r]: row += scale * B A[:, id]."""
-
-    def __init__(self, base: nn.Module, context: AdapterContext, *, multiply: Multiply) -> None:
-        super().__init__()
-        self.base = base
-        self.slots = _Slots()
-        self._context = context
-        self._multiply = multiply
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """Some models look at their embedding's weight."""
-        weight = self.base.weight
-        assert isinstance(weight, torch.Tensor)
-        return weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(ids)
         flat_ids, flat_y = ids.view(-1), y.view(-1, y.shape[-1])
         for group in self._context.rows:
-            pair = self.slots.pairs.get(group.slot)
+            pair = self.pairs.get(group.slot)
             if pair is not None:
                 picked = pair.A[:, flat_ids[group.rows]].t()
-                flat_y.index_add_(0, group.rows, self._multiply(picked * pair.scale, pair.B))
+                flat_y.index_add_(0, group.rows, F.linear(picked * pair.scale, pair.B))
         return y
 
 
+class LoraRouter(_Wrapper):
+    """A module that uses its 2-D weight in one call of `F.linear` on the rows of the batch, and then does more."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not any(group.slot in self.pairs for group in self._context.rows):
+            return self.base(*args, **kwargs)
+        with _AddToLinear(self.pairs, self._context.rows):
+            return self.base(*args, **kwargs)
+
+
+class _AddToLinear(TorchFunctionMode):
+    def __init__(self, pairs: Pairs, groups: Sequence[AdapterRows]) -> None:
+        super().__init__()
+        self._pairs = pairs
+        self._groups = groups
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return add_pairs(result, args[0], self._pairs, self._groups) if func is F.linear else result
+
+
 class AdapterModules:
-    """Implements `lora.cache.SlotModules` over a transformers model. `adaptable`: paths of linear layers that see one
-    row per token, and of the output head, which sees the wanted rows only.
+    """Implements `lora.cache.SlotModules` over a transformers model.
+
+    `adaptable`: modules (for experts: parameters) that see one row per token, and of what kind they are. `head`: the
+    output head, which sees the wanted rows only.
     """
 
     def __init__(
@@ -97,45 +116,45 @@ class AdapterModules:
         model: nn.Module,
         context: AdapterContext,
         *,
-        token_linears: frozenset[str],
+        adaptable: Mapping[str, TargetKind],
         head: str | None,
-        embedding: str | None,
         dtype: torch.dtype,
         device: torch.device,
-        multiply: Multiply = F.linear,
     ) -> None:
         self._model = model
         self._context = context
-        self._token_linears = token_linears
+        self._adaptable = adaptable
         self._head = head
-        self._embedding = embedding
-        self._like = torch.empty(0, dtype=dtype, device=device)
-        self._multiply = multiply
-        self._wrapped: dict[str, LoraLinear | LoraEmbedding] = {}
+        self._dtype = dtype
+        self._device = device
+        self._pairs: dict[str, Pairs] = {}
 
     def install(self, slot: int, weights: AdapterWeights) -> None:
-        self._check(weights.pairs)
+        for path in weights.pairs:
+            if path not in self._adaptable:
+                raise AdapterRefused(f"The adapter changes {path!r}, which this engine does not adapt on this model.")
         for path, pair in weights.pairs.items():
-            self._wrap(path).slots.put(slot, pair, self._like)
+            if path not in self._pairs:
+                self._pairs[path] = self._wrap(path)
+            A, B = (matrix.to(device=self._device, dtype=self._dtype) for matrix in (pair.A, pair.B))
+            self._pairs[path][slot] = LoraPair(A, B, pair.scale)
 
     def remove(self, slot: int) -> None:
-        for module in self._wrapped.values():
-            module.slots.pairs.pop(slot, None)
+        for pairs in self._pairs.values():
+            pairs.pop(slot, None)
 
-    def _check(self, pairs: Mapping[str, LoraPair]) -> None:
-        for path in pairs:
-            if path not in self._token_linears and path not in (self._head, self._embedding):
-                raise AdapterRefused(f"The adapter changes {path!r}, which this engine does not adapt on this model.")
-
-    def _wrap(self, path: str) -> LoraLinear | LoraEmbedding:
-        wrapped = self._wrapped.get(path)
-        if wrapped is None:
-            base = self._model.get_submodule(path)
-            if path == self._embedding:
-                wrapped = LoraEmbedding(base, self._context, multiply=self._multiply)
-            else:
-                is_head = path == self._head
-                wrapped = LoraLinear(base, self._context, is_head=is_head, multiply=self._multiply)
-            self._model.set_submodule(path, wrapped)
-            self._wrapped[path] = wrapped
-        return wrapped
+    def _wrap(self, path: str) -> Pairs:
+        kind = self._adaptable[path]
+        if kind is TargetKind.EXPERTS:
+            path, _, name = path.rpartition(".")
+            return Experts.around(self._model, path, self._context).pairs[name]
+        base = self._model.get_submodule(path)
+        wrapped: LoraEmbedding | LoraRouter | LoraLinear
+        if kind is TargetKind.EMBEDDING:
+            wrapped = LoraEmbedding(base, self._context)
+        elif kind is TargetKind.ROUTER:
+            wrapped = LoraRouter(base, self._context)
+        else:
+            wrapped = LoraLinear(base, self._context, is_head=path == self._head)
+        self._model.set_submodule(path, wrapped)
+        return wrapped.pairs

@@ -6,12 +6,12 @@ with the same content share one load, and a path whose content was replaced is a
 
 Loading happens on own threads, one load per digest, in the order in which adapters were first wanted. An adapter that
 some request wants is never evicted; a load waits while the wanted ones fill the budget, so a small budget makes
-requests wait, not fail.
+requests wait, not fail. What is held is at most the budget, one adapter, and those that are being loaded.
 """
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,6 +44,12 @@ class AdapterCounters:
 
 
 @dataclass(slots=True)
+class _Queued:
+    adapter: Adapter
+    since: float
+
+
+@dataclass(slots=True)
 class _Load:
     adapter: Adapter
     future: "Future[AdapterWeights]"
@@ -60,18 +66,18 @@ class AdapterCache:
     byte_budget: int
     loaders: int
     timeout_s: float
-    on_loaded: Callable[[], None]
+    on_loaded: Callable[[], object]
     counters: AdapterCounters = field(default_factory=AdapterCounters)
     _executor: ThreadPoolExecutor = field(init=False)
     _host: "OrderedDict[str, AdapterWeights]" = field(default_factory=OrderedDict)
     _slots: "OrderedDict[str, int]" = field(default_factory=OrderedDict)
     _free_slots: list[int] = field(init=False)
     _pins: dict[int, int] = field(default_factory=dict)
-    _wants: dict[str, int] = field(default_factory=dict)
-    _queue: deque[Adapter] = field(default_factory=deque)
+    _wants: dict[str, dict[Adapter, int]] = field(default_factory=dict)
+    _queue: dict[str, _Queued] = field(default_factory=dict)
     _loading: dict[str, _Load] = field(default_factory=dict)
     _refused: "OrderedDict[str, AdapterError]" = field(default_factory=OrderedDict)
-    _failed: dict[str, AdapterError] = field(default_factory=dict)
+    _failed: dict[Adapter, AdapterError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._executor = ThreadPoolExecutor(self.loaders, thread_name_prefix="adapter-load")
@@ -97,21 +103,23 @@ class AdapterCache:
     def want(self, adapter: Adapter) -> None:
         """A request needs the adapter from now until `unwant`."""
         digest = adapter.digest
-        self._wants[digest] = self._wants.get(digest, 0) + 1
+        wants = self._wants.setdefault(digest, {})
+        wants[adapter] = wants.get(adapter, 0) + 1
         if digest in self._refused:
-            self._failed[digest] = self._refused[digest]
-        elif digest not in self._host and digest not in self._loading and self._wants[digest] == 1:
-            self._queue.append(adapter)
+            self._failed[adapter] = self._refused[digest]
+        elif digest not in self._host and digest not in self._loading and digest not in self._queue:
+            self._queue[digest] = _Queued(adapter, time.monotonic())
             self._start_loads()
 
     def unwant(self, adapter: Adapter) -> None:
-        left = self._wants[adapter.digest] - 1
-        if left:
-            self._wants[adapter.digest] = left
-            return
-        del self._wants[adapter.digest]
-        self._queue = deque(queued for queued in self._queue if queued.digest != adapter.digest)
-        self._start_loads()
+        wants = self._wants[adapter.digest]
+        wants[adapter] -= 1
+        if not wants[adapter]:
+            del wants[adapter]
+        if not wants:
+            del self._wants[adapter.digest]
+            self._queue.pop(adapter.digest, None)
+            self._start_loads()
 
     def ready(self, adapter: Adapter) -> bool:
         return adapter.digest in self._host
@@ -124,17 +132,26 @@ class AdapterCache:
             slot = self._free_slot()
             if slot is None:
                 return None
-            try:
-                self.modules.install(slot, self._host[digest])
-            except AdapterRefused as exc:
-                self._free_slots.append(slot)
-                self._refuse(digest, exc)
+            if not self._install(slot, digest):
                 return None
             self._slots[digest] = slot
         self._slots.move_to_end(digest)
         self._host.move_to_end(digest)
         self._pins[slot] = self._pins.get(slot, 0) + 1
         return slot
+
+    def _install(self, slot: int, digest: str) -> bool:
+        try:
+            self.modules.install(slot, self._host[digest])
+            return True
+        except AdapterRefused as exc:
+            self._refuse(digest, exc)
+        except RuntimeError:  # of torch: the device has no memory left, say
+            logger.exception("an adapter could not be put on the device")
+            self._fail(digest, AdapterUnavailable("The checkpoint could not be put on the device; try again."))
+        self.modules.remove(slot)
+        self._free_slots.append(slot)
+        return False
 
     def unpin(self, slot: int) -> None:
         self._pins[slot] -= 1
@@ -156,21 +173,25 @@ class AdapterCache:
         self._free_slots.append(slot)
         self.counters.evictions += 1
 
-    def poll(self) -> dict[str, AdapterError]:
-        """Take in finished loads and start the next ones; returns what failed since the last call, by digest."""
+    def poll(self) -> dict[Adapter, AdapterError]:
+        """Take in finished loads and start the next ones; returns what failed since the last call."""
         now = time.monotonic()
         for digest, load in list(self._loading.items()):
             if load.future.done():
-                self._take_in(digest, load, now)
-            elif now - load.started > self.timeout_s and digest not in self._failed:
-                self._failed[digest] = AdapterUnavailable(
-                    f"The checkpoint was not loaded within {self.timeout_s:g} s; try again."
-                )
+                self._take_in(load, now)
+            elif now - load.started > self.timeout_s:
+                self._time_out(digest)
         self._start_loads()
+        for digest, queued in self._queue.items():
+            if len(self._loading) < self.loaders:
+                queued.since = now  # it waits for room, that is for other requests to end
+            elif now - queued.since > self.timeout_s:
+                self._time_out(digest)
         failed, self._failed = self._failed, {}
         return failed
 
-    def _take_in(self, digest: str, load: _Load, now: float) -> None:
+    def _take_in(self, load: _Load, now: float) -> None:
+        digest = load.adapter.digest
         del self._loading[digest]
         error = load.future.exception()
         if error is None:
@@ -180,26 +201,39 @@ class AdapterCache:
             self._evict_host()
         elif isinstance(error, AdapterRefused):
             self._refuse(digest, error)
-        elif isinstance(error, AdapterError):
-            self._failed[digest] = error
         else:
-            logger.error("an adapter could not be read", exc_info=error)
-            self._failed[digest] = AdapterUnavailable("The checkpoint could not be read; try again.")
+            if not isinstance(error, AdapterError):
+                logger.error("an adapter could not be read", exc_info=error)
+                error = AdapterUnavailable("The checkpoint could not be read; try again.")
+            self._failed[load.adapter] = error
+            # This directory does not have the content (any more); another that a request was bound to may.
+            for other in self._wants.get(digest, ()):
+                if other != load.adapter:
+                    self._queue[digest] = _Queued(other, now)
+                    break
 
     def _refuse(self, digest: str, error: AdapterError) -> None:
         """Content never changes under its digest, so a refusal holds."""
         self.counters.refusals += 1
-        self._failed[digest] = self._refused[digest] = error
+        self._refused[digest] = error
         self._host.pop(digest, None)
+        self._fail(digest, error)
         while len(self._refused) > _REMEMBERED_REFUSALS:
             self._refused.popitem(last=False)
 
+    def _time_out(self, digest: str) -> None:
+        self._fail(digest, AdapterUnavailable(f"The checkpoint was not loaded within {self.timeout_s:g} s; try again."))
+
+    def _fail(self, digest: str, error: AdapterError) -> None:
+        for adapter in self._wants.get(digest, ()):
+            self._failed[adapter] = error
+
     def _start_loads(self) -> None:
         while self._queue and len(self._loading) < self.loaders and self._has_room():
-            adapter = self._queue.popleft()
+            adapter = self._queue.pop(next(iter(self._queue))).adapter
             future = self._executor.submit(self.load, adapter)
-            future.add_done_callback(lambda _: self.on_loaded())
             self._loading[adapter.digest] = _Load(adapter, future, time.monotonic())
+            future.add_done_callback(lambda _: self.on_loaded())
 
     def _has_room(self) -> bool:
         """Whether adapters that nobody wants could make way for one more. One is always let in."""

@@ -1,0 +1,87 @@
+"""Which of a model's targets can be adapted row by row, found by watching it run a few tokens.
+
+The others (a layer over images, experts that are handed rows in another order, a router that does not go by
+`F.linear`) would be adapted wrongly without a word, so an adapter that changes them is refused.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from engines.lora.targets import LoraTargets, TargetKind
+
+
+def adaptable_targets(
+    model: nn.Module, targets: LoraTargets, *, run: Callable[[], object], num_tokens: int
+) -> dict[str, TargetKind]:
+    """Paths as in `LoraTargets`. `run` has the model compute `num_tokens` tokens, and logits of one of them."""
+    watch = _Watch(num_tokens)
+    handles = []
+    modules = dict(model.named_modules())
+    for path, target in targets.targets.items():
+        module = modules[path.rpartition(".")[0] if target.kind is TargetKind.EXPERTS else path]
+        if target.kind is not TargetKind.EXPERTS or hasattr(module, "has_gate"):
+            handles.append(module.register_forward_pre_hook(watch.entering(path, target.kind, target.in_features)))
+            handles.append(module.register_forward_hook(watch.leaving))
+    try:
+        with watch:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = watch.found
+    if targets.head is not None:
+        found[targets.head] = TargetKind.LINEAR
+    return found
+
+
+class _Watch(TorchFunctionMode):
+    """Notes modules that got one row per token, and how often each multiplied by a weight itself."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+        self._within: list[str] = []
+        self._kinds: dict[str, TargetKind] = {}
+        self._products: dict[str, int] = {}
+
+    @property
+    def found(self) -> dict[str, TargetKind]:
+        return {
+            path: kind
+            for path, kind in self._kinds.items()
+            if kind is not TargetKind.ROUTER or self._products.get(path) == 1
+        }
+
+    def entering(self, path: str, kind: TargetKind, in_features: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        width = 1 if kind is TargetKind.EMBEDDING else in_features
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._within.append(path)
+            x = args[0] if args else None
+            if not isinstance(x, torch.Tensor) or x.is_floating_point() is (kind is TargetKind.EMBEDDING):
+                return
+            # The experts' other parameters have other widths; how many rows they get is what counts.
+            is_row_per_token = x.dim() == 2 and x.shape[0] == self._num_tokens
+            if x.numel() == self._num_tokens * width or (kind is TargetKind.EXPERTS and is_row_per_token):
+                self._kinds[path] = kind
+
+        return hook
+
+    def leaving(self, module: nn.Module, args: object, output: object) -> None:
+        self._within.pop()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.linear and self._within:
+            self._products[self._within[-1]] = self._products.get(self._within[-1], 0) + 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,266 @@
+"""What tests of the engine share: tiny models and adapters on disk, a driven engine, plain references."""
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any, Self, TypeVar
+
+import tiny_models
+import torch
+from lora_files import adapter_at, random_model, save_with_peft
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM
+
+from engines.config import EngineConfig
+from engines.errors import EngineError
+from engines.protocol import (
+    Adapter,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    Output,
+    SamplingParams,
+    TokenLogprob,
+)
+from engines.torch_engine import TorchEngine
+
+T = TypeVar("T")
+_FOLDER = tempfile.TemporaryDirectory(prefix="engine-tests-")
+_IDS = count()
+KV_BYTES = 8 << 20
+
+
+@cache
+def model_folder(name: str) -> Path:
+    """A tiny random model, saved once for all tests."""
+    return tiny_models.save(name, Path(_FOLDER.name) / name)
+
+
+@cache
+def plain_model(name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_folder(name)).eval()
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "q-v": {"target_modules": ["q_proj", "v_proj"], "r": 2},
+    "all": {
+        "target_modules": "all-linear",
+        "r": 8,
+        "lora_alpha": 6,
+        "use_rslora": True,
+        "rank_pattern": {"down_proj": 3, "layers.1.self_attn.q_proj": 16},
+        "alpha_pattern": {"o_proj": 20},
+    },
+    "head": {"target_modules": ["lm_head"], "r": 5},
+    "embedding": {"target_modules": ["embed_tokens", "k_proj"], "r": 4},
+    "wide": {"target_modules": ["gate_proj", "up_proj", "down_proj"], "r": 32},
+    "mla": {"target_modules": "all-linear", "r": 3},
+    "experts": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 3},
+    "router": {"target_modules": ["q_proj"], "target_parameters": ["gate.weight"], "r": 2},
+    "oss-experts": {
+        "target_modules": ["o_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"],
+        "r": 3,
+    },
+}
+
+
+@cache
+def adapter(model: str, kind: str, seed: int = 0) -> Adapter:
+    """A random adapter that PEFT saved."""
+    folder = Path(_FOLDER.name) / f"{model}-{kind}-{seed}"
+    base = random_model(model)
+    torch.manual_seed(seed)
+    save_with_peft(base, LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[kind]), folder)
+    return adapter_at(folder)
+
+
+@cache
+def peft_model(model: str, adapter: Adapter) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(model_folder(model))
+    return PeftModel.from_pretrained(base, adapter.directory).eval()
+
+
+def reference_model(model: str, adapter: Adapter | None) -> Any:
+    return peft_model(model, adapter) if adapter else plain_model(model)
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits [tokens, vocab] of one plain forward."""
+    ids = torch.tensor([token_ids])
+    logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+    return logits.float()
+
+
+@cache
+def reference_greedy(name: str, adapter: Adapter | None, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """The likeliest continuation by plain forwards over the whole text."""
+    model, known = reference_model(name, adapter), list(prompt)
+    for _ in range(max_tokens):
+        known.append(int(reference_logits(model, known)[-1].argmax()))
+    return tuple(known[len(prompt) :])
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    rng = Random(length * 1000 + seed)
+    return tuple(rng.randrange(tiny_models.VOCAB) for _ in range(length))
+
+
+def request(
+    prompt: Sequence[int], *, adapter: Adapter | None = None, tenant: str = "", **sampling: Any
+) -> GenerateRequest:
+    """Greedy unless told otherwise."""
+    params = SamplingParams(**{"max_tokens": 8, "seed": 0, "temperature": 0.0, **sampling})
+    return GenerateRequest(f"r{next(_IDS)}", tuple(prompt), params, adapter, tenant)
+
+
+@dataclass(slots=True)
+class Result:
+    """All of one request's deltas together."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+class Collector:
+    """A sink that gathers what it is given, and wakes whoever waits for more."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Result] = {}
+        self.after_end: list[Output] = []
+        self._news = asyncio.Event()
+
+    def expect(self, request_id: str) -> None:
+        self.results[request_id] = Result()
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            result = self.results[output.request_id]
+            if result.ended:
+                self.after_end.append(output)
+            self._add(result, output)
+        self._news.set()
+
+    def _add(self, result: Result, output: Output) -> None:
+        event = output.event
+        if isinstance(event, EngineError):
+            result.error = event
+            return
+        if not result.token_ids and event.prompt_logprobs:
+            result.prompt_logprobs = event.prompt_logprobs
+        result.token_ids += event.token_ids
+        result.logprobs += event.logprobs
+        result.cached_tokens += event.cached_tokens
+        result.finish_reason = event.finish_reason
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(result.token_ids) for result in self.results.values())
+
+    async def until(self, condition: Any) -> None:
+        while not condition():
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), timeout=60)
+
+
+class DrivenEngine:
+    """An engine with the event loop that it lives on."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = TorchEngine(config)
+        self._runner = asyncio.Runner()
+        try:
+            self.run(self.engine.start())
+        except BaseException:
+            self._runner.close()
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(coroutine)
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def generate(self, *requests: GenerateRequest, arrivals: Sequence[int] = ()) -> list[Result]:
+        """All results, in order. Request i is submitted once `arrivals[i]` tokens have come out of the others."""
+        return self.run(self._generate(requests, list(arrivals)))
+
+    def one(self, request: GenerateRequest) -> Result:
+        return self.generate(request)[0]
+
+    async def _generate(self, requests: Sequence[GenerateRequest], arrivals: list[int]) -> list[Result]:
+        sink = Collector()
+        arrivals += [0] * (len(requests) - len(arrivals))
+        for due, request in sorted(zip(arrivals, requests, strict=True), key=lambda pair: pair[0]):
+            await sink.until(lambda due=due: sink.num_tokens >= due or _all_ended(sink.results.values()))
+            sink.expect(request.request_id)
+            self.engine.submit(request, sink)
+        await sink.until(lambda: _all_ended(sink.results.values()))
+        assert not sink.after_end
+        return [sink.results[request.request_id] for request in requests]
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def settled(self) -> EngineStats:
+        """The stats once everything that was posted to the loop is done."""
+        await self.engine_is_idle()
+        return self.engine.stats()
+
+    async def engine_is_idle(self) -> None:
+        """A request that goes through the whole loop comes back after everything that was posted before it."""
+        probe = Collector()
+        last = request((1,), max_tokens=0)
+        probe.expect(last.request_id)
+        self.engine.submit(last, probe)
+        await probe.until(lambda: _all_ended(probe.results.values()))
+
+
+def _all_ended(results: Iterable[Result]) -> bool:
+    return all(result.ended for result in results)
+
+
+class Engines:
+    """Engines by model and settings, started when first asked for and closed together."""
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[str, tuple[tuple[str, Any], ...]], DrivenEngine] = {}
+
+    def __call__(self, name: str = "llama", **settings: Any) -> DrivenEngine:
+        key = (name, tuple(sorted(settings.items())))
+        if key not in self._started:
+            self._started[key] = DrivenEngine(engine_config(name, **settings))
+        return self._started[key]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for engine in self._started.values():
+            engine.close()
+
+
+def engine_config(name: str = "llama", **settings: Any) -> EngineConfig:
+    source = str(model_folder(name))
+    return EngineConfig(**{"source": source, "threads": 1, "kv_cache_bytes": KV_BYTES, "max_running": 16, **settings})
