@@ -209,6 +209,8 @@ class _Parser:
         """Consecutive literal characters become one node: most of any real expression is literal."""
         literal = ""
         while self._at < len(self._text) and self._text[self._at] not in "|)":
+            if _QUANTIFIER.match(self._text, self._at):
+                raise PatternRefused("repeats nothing")
             atom = self._atom()
             quantifier = _QUANTIFIER.match(self._text, self._at)
             if isinstance(atom, str) and quantifier is None:
@@ -242,8 +244,6 @@ class _Parser:
 
     def _atom(self) -> _Node | str:
         character = self._next()
-        if character in "*+?":
-            raise PatternRefused("repeats nothing")
         match character:
             case "(":
                 return self._group()

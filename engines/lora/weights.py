@@ -23,7 +23,7 @@ from engines.lora.targets import LoraTargets, TargetKind, row_sums
 from engines.lora.tensor_file import TensorEntry, TensorFile, TensorFileError, parse_header, shown
 from engines.protocol import Adapter
 
-__all__ = ["AdapterWeights", "LoraPair", "read_adapter"]
+__all__ = ["AdapterWeights", "LoraPair", "LoraTargets", "read_adapter"]
 
 _DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

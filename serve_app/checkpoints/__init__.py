@@ -1,0 +1,15 @@
+"""Checkpoints: LoRA adapters that training runs save for sampling, found, verified and kept by their content.
+
+    store.py        CheckpointStore: the way in
+    local.py        roots on a file system        remote.py      roots behind fsspec
+    content.py      one folder: complete, whose, which digest      metadata.py    checkpoint.json
+    archive.py tar.py   a checkpoint as a tar file                 disk_cache.py  local copies, bounded
+    beneath.py      opening files below a root    filesystem.py  fsspec           flights.py   single flight
+
+Errors are those of `serve_app.errors` (`CheckpointError` and below).
+"""
+
+from serve_app.checkpoints.checkpoint import Checkpoint
+from serve_app.checkpoints.store import CheckpointStore, Listing, StoreCounters
+
+__all__ = ["Checkpoint", "CheckpointStore", "Listing", "StoreCounters"]

@@ -1,0 +1,48 @@
+"""A verified checkpoint: its content, and where that lies on this machine."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Self
+
+from engines.protocol import Adapter
+from serve_app.checkpoints.content import Content
+from serve_app.model_id import CheckpointPath
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """`directory` holds the two files of the adapter; should they change, whoever reads them sees another digest.
+
+    `base_model`: what it was trained on, None when it does not say. `owner` None or `public`: anybody may use it.
+    """
+
+    path: CheckpointPath
+    digest: str
+    directory: str
+    base_model: str | None
+    owner: str | None
+    public: bool
+    expires_at: datetime | None
+    chat_template: str | None
+
+    @classmethod
+    def of(cls, path: CheckpointPath, content: Content, directory: str) -> Self:
+        return cls(
+            path=path,
+            digest=content.digest,
+            directory=directory,
+            base_model=content.base_model,
+            owner=content.owner,
+            public=content.public,
+            expires_at=content.expires_at,
+            chat_template=content.chat_template,
+        )
+
+    @property
+    def adapter(self) -> Adapter:
+        return Adapter(self.digest, self.directory)
+
+
+def is_open_to(owner: str | None, *, public: bool, caller: str | None) -> bool:
+    """Whether the caller may use a checkpoint of this owner."""
+    return public or owner is None or owner == caller

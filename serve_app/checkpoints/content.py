@@ -1,0 +1,229 @@
+"""One checkpoint's folder: is it complete, what does it say of itself, and what is the digest of its content.
+
+Complete is a checkpoint when both files are there and the weights have as many bytes as their header says, or when the
+run has put a marker beside them. What is not complete may be in a moment; what is complete but wrong will stay so.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Final
+
+from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE, combined_digest
+from engines.lora.tensor_file import TensorFileError, TensorFileTruncated, parse_header
+from serve_app.checkpoints.beneath import opened
+from serve_app.checkpoints.metadata import (
+    METADATA_FILE,
+    BadField,
+    Metadata,
+    NotJson,
+    base_of,
+    json_object,
+    parse_metadata,
+)
+from serve_app.errors import CheckpointIncomplete, CheckpointRefused
+
+TEMPLATE_FILE: Final = "chat_template.jinja"
+MARKER_FILE: Final = "checkpoint_complete"
+FILES: Final = (CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE, METADATA_FILE, TEMPLATE_FILE, MARKER_FILE)
+_MAX_TEXT_BYTES: Final = MAX_CONFIG_BYTES
+_HEAD_BYTES: Final = 1 << 16
+
+Fingerprint = tuple[str | tuple[int, ...] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a complete checkpoint holds. `digest` as in `engines.protocol.Adapter`."""
+
+    digest: str
+    base_model: str | None
+    owner: str | None
+    public: bool
+    expires_at: datetime | None
+    chat_template: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The files of a checkpoint, held open: what is read is what was there when it was opened, or a visible change.
+
+    `path`: the folder's real path. `files`: open descriptors by name, of those that are there.
+    """
+
+    path: str
+    files: Mapping[str, int]
+    statuses: Mapping[str, os.stat_result]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Differs when any file was written, replaced, added or removed, as far as time stamps tell."""
+        return (self.path, *(fingerprint(self.statuses[name]) if name in self.files else None for name in FILES))
+
+    @property
+    def changed_at(self) -> float:
+        """When anything changed last, in seconds since 1970 of the file system's clock."""
+        return max((max(s.st_mtime, s.st_ctime) for s in self.statuses.values()), default=0.0)
+
+
+def fingerprint(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def read_at(descriptor: int, count: int, offset: int = 0) -> bytes:
+    """As `os.pread`, but never less than there is."""
+    pieces = []
+    while count > 0 and (piece := os.pread(descriptor, count, offset)):
+        pieces.append(piece)
+        count, offset = count - len(piece), offset + len(piece)
+    return b"".join(pieces)
+
+
+@contextmanager
+def open_folder(root: str, parts: tuple[str, ...]) -> Iterator[Folder | None]:
+    """None when there is no folder. Files are opened, not only looked up: over NFS that is what fetches their state
+    anew. Raises `LeavesRoot` or `OSError`.
+    """
+    with opened(root, parts) as found:
+        if found is None or not stat.S_ISDIR(os.fstat(found[0]).st_mode):
+            yield None
+            return
+        real = found[1]
+        with ExitStack() as stack:
+            files = dict[str, int]()
+            for name in FILES:
+                file = stack.enter_context(opened(root, (*real, name)))
+                if file is not None:
+                    files[name] = file[0]
+            statuses = {name: os.fstat(descriptor) for name, descriptor in files.items()}
+            yield Folder(os.path.join(root, *real), files, statuses)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads one folder. `label`: the checkpoint's path, for messages. `is_young`: it changed so lately that what looks
+    wrong may be half-written. `is_final`: nothing will be added to it.
+    """
+
+    folder: Folder
+    label: str
+    max_bytes: int
+    is_young: bool
+    is_final: bool = False
+    _texts: dict[str, bytes] = field(default_factory=dict)
+
+    def read(self) -> Content:
+        """Raises `CheckpointIncomplete` or `CheckpointRefused`."""
+        self._check_files()
+        config = self._json_object(CONFIG_FILE)
+        metadata = self._metadata()
+        self._check_extent()
+        hashes = {CONFIG_FILE: hashlib.sha256(self._text(CONFIG_FILE)).digest(), WEIGHTS_FILE: self._hash_weights()}
+        self._check_hashes(metadata, hashes)
+        return Content(
+            combined_digest(hashes[CONFIG_FILE], hashes[WEIGHTS_FILE]),
+            metadata.base_model or base_of(config),
+            metadata.owner,
+            metadata.public,
+            metadata.expires_at,
+            self._template(),
+        )
+
+    def _check_files(self) -> None:
+        present = self.folder.files
+        if PICKLE_FILE in present and WEIGHTS_FILE not in present:
+            raise self._refused(f"{PICKLE_FILE} is a pickle and is never read; save the adapter as {WEIGHTS_FILE}.")
+        for name, status in self.folder.statuses.items():
+            if not stat.S_ISREG(status.st_mode):
+                raise self._refused(f"{name} is not a regular file.")
+            limit = self.max_bytes if name in (WEIGHTS_FILE, PICKLE_FILE) else _MAX_TEXT_BYTES
+            if status.st_size > limit and name != MARKER_FILE:
+                raise self._refused(f"{name} has {status.st_size} bytes; the limit is {limit}.")
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if name not in present:
+                raise self._incomplete(f"{name} is not there.")
+
+    def _json_object(self, name: str) -> Mapping[str, object]:
+        try:
+            return json_object(self._text(name))
+        except NotJson as exc:
+            raise self._wrong(f"{name} {exc}.") from exc
+
+    def _metadata(self) -> Metadata:
+        if METADATA_FILE not in self.folder.files:
+            return Metadata()
+        try:
+            return parse_metadata(self._text(METADATA_FILE))
+        except NotJson as exc:
+            raise self._wrong(f"{METADATA_FILE} {exc}.") from exc
+        except BadField as exc:
+            raise self._refused(f"{METADATA_FILE}: {exc}") from exc
+
+    def _check_extent(self) -> None:
+        size = self.folder.statuses[WEIGHTS_FILE].st_size
+        head = read_at(self.folder.files[WEIGHTS_FILE], _HEAD_BYTES)
+        try:
+            try:
+                extent = parse_header(head).extent
+            except TensorFileTruncated as exc:
+                if exc.needed > size:
+                    raise
+                extent = parse_header(read_at(self.folder.files[WEIGHTS_FILE], exc.needed)).extent
+        except TensorFileTruncated as exc:
+            raise self._incomplete(f"{WEIGHTS_FILE} has {size} bytes, and its header alone {exc.needed}.") from exc
+        except TensorFileError as exc:
+            raise self._wrong(f"{WEIGHTS_FILE}: {exc}") from exc
+        if extent != size:
+            raise self._incomplete(f"{WEIGHTS_FILE} has {size} bytes, and its header describes {extent}.")
+
+    def _hash_weights(self) -> bytes:
+        with open(os.dup(self.folder.files[WEIGHTS_FILE]), "rb", buffering=0) as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").digest()
+
+    def _check_hashes(self, metadata: Metadata, hashes: Mapping[str, bytes]) -> None:
+        for name, expected in metadata.sha256.items():
+            if name not in FILES or name == METADATA_FILE:
+                continue
+            if name not in self.folder.files:
+                raise self._incomplete(f"{name} is not there, and {METADATA_FILE} lists it.")
+            found = hashes.get(name) or hashlib.sha256(self._text(name)).digest()
+            if found.hex() != expected:
+                raise self._wrong(f"the SHA-256 of {name} is {found.hex()}, and {METADATA_FILE} says {expected}.")
+
+    def _template(self) -> str | None:
+        if TEMPLATE_FILE not in self.folder.files:
+            return None
+        try:
+            return self._text(TEMPLATE_FILE).decode("utf-8")
+        except UnicodeDecodeError as exc:
+            raise self._wrong(f"{TEMPLATE_FILE} is not UTF-8.") from exc
+
+    def _text(self, name: str) -> bytes:
+        """Once: what is parsed is what is hashed."""
+        if name not in self._texts:
+            self._texts[name] = read_at(self.folder.files[name], _MAX_TEXT_BYTES)
+        return self._texts[name]
+
+    def _wrong(self, message: str) -> CheckpointIncomplete | CheckpointRefused:
+        return self._incomplete(message) if self.is_young else self._refused(message)
+
+    def _incomplete(self, message: str) -> CheckpointIncomplete | CheckpointRefused:
+        if self.is_final or MARKER_FILE in self.folder.files:
+            return self._refused(message)
+        return incomplete(self.label, message)
+
+    def _refused(self, message: str) -> CheckpointRefused:
+        return refused(self.label, message)
+
+
+def refused(label: str, message: str) -> CheckpointRefused:
+    return CheckpointRefused(f"The checkpoint {label} cannot be served: {message}")
+
+
+def incomplete(label: str, message: str) -> CheckpointIncomplete:
+    return CheckpointIncomplete(f"The checkpoint {label} is not complete: {message}")

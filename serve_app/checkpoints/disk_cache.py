@@ -1,0 +1,198 @@
+"""Local copies of checkpoints that lie elsewhere or in an archive: a bounded folder, keyed by content.
+
+    content/<digest>/   adapter_config.json, adapter_model.safetensors; complete from the moment it exists
+    names/<hash>.json   what a remote path held when it was last fetched, so that a restart fetches nothing again
+    work/<random>/      being fetched; never used, removed when it is old
+    lock                held while entries are added and removed, by whichever process does it
+
+Least recently used goes first, by bytes; what was handed out within `in_use_s` stays. An entry is written under another
+name, flushed, and renamed; before a process uses an entry for the first time it hashes it.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE, combined_digest
+
+logger = logging.getLogger(__name__)
+
+_ABANDONED_S: Final = 6 * 3600.0
+_TOUCH_S: Final = 30.0
+_MAX_NOTES: Final = 4096
+
+
+class CacheFull(Exception):
+    """No room for so many bytes, now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    path: str
+    nbytes: int
+    used_at: float
+
+
+class DiskCache:
+    """Blocks on the disk; safe on any thread, and beside other processes on the same folder. Raises `OSError` when the
+    disk fails.
+    """
+
+    def __init__(self, directory: str, budget_bytes: int, *, in_use_s: float = 900.0) -> None:
+        """Touches nothing yet."""
+        self.evictions = 0
+        self._directory = directory
+        self._budget_bytes = budget_bytes
+        self._in_use_s = in_use_s
+        self._mutex = threading.Lock()
+        self._verified: set[str] = set()
+        self._reserved: dict[str, int] = {}
+
+    @contextmanager
+    def workspace(self, nbytes: int) -> Iterator[str]:
+        """An empty folder for files of so many bytes in all, gone afterwards unless published. Raises `CacheFull`."""
+        path = os.path.join(self._directory, "work", secrets.token_hex(8))
+        with self._locked():
+            self._make_room(nbytes)
+            os.mkdir(path)
+            self._reserved[path] = nbytes
+        try:
+            yield path
+        finally:
+            self._reserved.pop(path, None)
+            shutil.rmtree(path, ignore_errors=True)
+
+    def publish(self, path: str, digest: str) -> str:
+        """Turn a workspace that holds the checkpoint with this digest into its entry; returns the entry's folder."""
+        for name in os.listdir(path):
+            if name not in (CONFIG_FILE, WEIGHTS_FILE):
+                os.unlink(os.path.join(path, name))
+            else:
+                _flush(os.path.join(path, name))
+        _flush(path)
+        entry = self._entry(digest)
+        with self._locked():
+            if digest not in self._verified:
+                self._remove(entry)  # nobody here knows whether what is there is sound
+            if not os.path.isdir(entry):
+                os.rename(path, entry)
+                _flush(os.path.dirname(entry))
+            os.utime(entry)
+            self._verified.add(digest)
+        return entry
+
+    def use(self, digest: str) -> str | None:
+        """The entry's folder, marked as used now; None when there is none, or a damaged one, which is removed."""
+        entry = self._entry(digest)
+        try:
+            if digest in self._verified:
+                os.stat(os.path.join(entry, WEIGHTS_FILE))
+                if time.time() - os.stat(entry).st_mtime > _TOUCH_S:
+                    os.utime(entry)
+                return entry
+            os.utime(entry)
+            if _digest_of(entry) == digest:
+                self._verified.add(digest)
+                return entry
+        except FileNotFoundError:
+            if not os.path.isdir(entry):
+                self._verified.discard(digest)
+                return None
+        logger.error("A damaged copy of a checkpoint is removed from the cache: %s", digest)
+        with self._locked():
+            self._remove(entry)
+        return None
+
+    def note(self, name: str, text: str) -> None:
+        """Remember a small text under a name, over restarts."""
+        path = self._note_path(name)
+        temporary = f"{path}.{secrets.token_hex(4)}"
+        with self._locked():
+            notes = sorted(os.scandir(os.path.dirname(path)), key=lambda note: note.stat().st_mtime)
+            for note in notes[: max(0, len(notes) - _MAX_NOTES)]:
+                os.unlink(note.path)
+            with open(temporary, "x", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, path)
+
+    def noted(self, name: str) -> str | None:
+        with suppress(FileNotFoundError), open(self._note_path(name), encoding="utf-8") as file:
+            return file.read()
+        return None
+
+    def _note_path(self, name: str) -> str:
+        return os.path.join(self._directory, "names", f"{hashlib.sha256(name.encode()).hexdigest()}.json")
+
+    def _entry(self, digest: str) -> str:
+        return os.path.join(self._directory, "content", digest)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        for name in ("content", "work", "names"):
+            os.makedirs(os.path.join(self._directory, name), exist_ok=True)
+        with self._mutex, open(os.path.join(self._directory, "lock"), "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _make_room(self, nbytes: int) -> None:
+        if nbytes > self._budget_bytes:
+            raise CacheFull
+        now = time.time()
+        entries = sorted(_entries(os.path.join(self._directory, "content")), key=lambda entry: entry.used_at)
+        work = list(_entries(os.path.join(self._directory, "work")))
+        for abandoned in [one for one in work if now - one.used_at > _ABANDONED_S and one.path not in self._reserved]:
+            shutil.rmtree(abandoned.path, ignore_errors=True)
+            work.remove(abandoned)
+        used = sum(entry.nbytes for entry in entries)
+        used += sum(max(one.nbytes, self._reserved.get(one.path, 0)) for one in work)
+        for entry in entries:
+            if used + nbytes <= self._budget_bytes:
+                return
+            if now - entry.used_at > self._in_use_s:
+                self._remove(entry.path)
+                self.evictions += 1
+                used -= entry.nbytes
+        if used + nbytes > self._budget_bytes:
+            raise CacheFull
+
+    def _remove(self, entry: str) -> None:
+        """Out of sight first, so that nobody finds half of it."""
+        self._verified.discard(os.path.basename(entry))
+        grave = os.path.join(self._directory, "work", secrets.token_hex(8))
+        with suppress(FileNotFoundError):
+            os.rename(entry, grave)
+            shutil.rmtree(grave, ignore_errors=True)
+
+
+def _entries(directory: str) -> Iterator[_Entry]:
+    with os.scandir(directory) as found:
+        for item in found:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                nbytes = sum(file.stat(follow_symlinks=False).st_size for file in os.scandir(item.path))
+                yield _Entry(item.path, nbytes, item.stat(follow_symlinks=False).st_mtime)
+
+
+def _digest_of(entry: str) -> str:
+    hashes = []
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with open(os.path.join(entry, name), "rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").digest())
+    return combined_digest(*hashes)
+
+
+def _flush(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,142 @@
+"""fsspec, as far as it is used here: the state of some files, and fetching one within bounds."""
+
+import logging
+import os
+import posixpath
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from serve_app.errors import ConfigRefused
+
+logger = logging.getLogger(__name__)
+
+# What a store may say of a file that differs when the content does, by its name in fsspec's various implementations.
+_VERSIONS: Final = (
+    "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "blob_id", "LastModified", "last_modified",
+    "Last-Modified", "mtime", "updated", "created",
+)  # fmt: skip
+_MISSING_STATUSES: Final = (403, 404, 410)  # 403: how object stores say "missing" to who may not list
+_MAX_CHILDREN: Final = 10_000
+
+
+class StoreFailed(Exception):
+    """The store did not answer, or not with a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """A file as the store describes it; `version` None when nothing there tells one content from another."""
+
+    name: str
+    size: int | None
+    version: str | None
+
+
+class _Fsspec(Protocol):
+    def info(self, path: str) -> Mapping[str, object]: ...
+    def ls(self, path: str, *, detail: bool) -> Sequence[Mapping[str, object]]: ...
+    def get_file(self, remote: str, local: str, *, callback: object) -> None: ...
+    def cat_file(self, path: str) -> bytes: ...
+    def invalidate_cache(self, path: str | None = None) -> None: ...
+
+
+class FileSystem:
+    """One root. Blocks on the network; safe on any thread."""
+
+    def __init__(self, url: str) -> None:
+        """Connects to nothing yet. Raises `ConfigRefused` when the kind of store is not known or not installed."""
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+        try:
+            files, base = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        except ImportError as exc:
+            raise ConfigRefused(f"The root {url!r} needs a package that is not installed: {exc}.") from exc
+        except ValueError as exc:
+            raise ConfigRefused(f"The root {url!r} cannot be used: {exc}.") from exc
+        self._files: _Fsspec = files
+        self._base = str(base).rstrip("/")
+        self._can_list = not url.startswith(("http://", "https://"))
+
+    def states(self, folder: Sequence[str], names: Iterable[str]) -> tuple[FileState, ...]:
+        """Of those of the files that are there. Raises `StoreFailed`."""
+        path = self._path(folder)
+        with _asking(path):
+            if self._can_list:
+                self._files.invalidate_cache(path)
+                items = {posixpath.basename(str(item["name"]).rstrip("/")): item for item in self._list(path)}
+                return tuple(_state(name, items[name]) for name in names if name in items)
+            found = ((name, self._info(f"{path}/{name}")) for name in names)
+            return tuple(_state(name, info) for name, info in found if info is not None)
+
+    def fetch(self, folder: Sequence[str], state: FileState, target: str, max_bytes: int) -> None:
+        """Into a new local file, at most `max_bytes`. Raises `FileNotFoundError` or `StoreFailed`."""
+        from fsspec.callbacks import Callback  # type: ignore[import-untyped]
+
+        limit = max_bytes if state.size is None else state.size
+
+        def stop_at_limit(size: int | None, value: int, **_: object) -> None:
+            if value > limit:
+                raise StoreFailed(f"{state.name} is longer than the store said")
+
+        path = f"{self._path(folder)}/{state.name}"
+        with _asking(path):
+            self._files.get_file(path, target, callback=Callback(hooks={"limit": stop_at_limit}))
+            if state.size is not None and os.path.getsize(target) != state.size:
+                raise StoreFailed(f"{state.name} is shorter than the store said")
+
+    def text(self, folder: Sequence[str], state: FileState, max_bytes: int) -> bytes | None:
+        """A small file; None when it is not there any more, or larger. Raises `StoreFailed`."""
+        path = f"{self._path(folder)}/{state.name}"
+        if state.size is None or state.size > max_bytes:
+            return None
+        with _asking(path):
+            try:
+                return self._files.cat_file(path)
+            except FileNotFoundError:
+                return None
+
+    def children(self, folder: Sequence[str]) -> list[str]:
+        """Names of what lies in a folder, at most 10,000; none where the store cannot list. Raises `StoreFailed`."""
+        if not self._can_list:
+            return []
+        path = self._path(folder)
+        with _asking(path):
+            return [posixpath.basename(str(item["name"]).rstrip("/")) for item in self._list(path)[:_MAX_CHILDREN]]
+
+    def _path(self, folder: Sequence[str]) -> str:
+        return "/".join((self._base, *folder))
+
+    def _list(self, path: str) -> Sequence[Mapping[str, object]]:
+        try:
+            return self._files.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _info(self, url: str) -> Mapping[str, object] | None:
+        try:
+            return self._files.info(url)
+        except FileNotFoundError as exc:
+            # fsspec says so of every failure; what the server said is in the cause.
+            cause = exc.__cause__
+            if cause is not None and getattr(cause, "status", None) not in _MISSING_STATUSES:
+                raise StoreFailed(f"{type(cause).__name__}") from exc
+            return None
+
+
+def _state(name: str, info: Mapping[str, object]) -> FileState:
+    size = info.get("size")
+    versions = [f"{key}={info[key]}" for key in _VERSIONS if info.get(key) is not None]
+    return FileState(name, size if isinstance(size, int) else None, "; ".join(versions) or None)
+
+
+@contextmanager
+def _asking(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, StoreFailed):
+        raise
+    except Exception as exc:  # every store raises exceptions of its own
+        logger.warning("A checkpoint store failed at %s: %r", path, exc)
+        raise StoreFailed(f"{type(exc).__name__}") from exc

@@ -1,0 +1,133 @@
+"""Which checkpoints there are for a caller. Bounded, whatever lies in the roots: in entries looked at, and in time."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
+from serve_app.checkpoints.beneath import LeavesRoot, opened
+from serve_app.checkpoints.checkpoint import is_open_to
+from serve_app.checkpoints.content import FILES, open_folder, read_at
+from serve_app.checkpoints.filesystem import FileSystem
+from serve_app.checkpoints.local import FOLDER
+from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata
+from serve_app.checkpoints.tar import TarRefused, TarTruncated, TarWrong, known_files
+from serve_app.errors import InvalidRequest
+from serve_app.model_id import CheckpointPath, parse_checkpoint_path
+
+_TAR = ".tar"
+
+
+@dataclass(slots=True)
+class Search:
+    """One listing under way: for whom, within which bounds, and what was found, with its time of change."""
+
+    caller: str | None
+    max_found: int = 1000
+    max_entries: int = 20_000
+    seconds: float = 5.0
+    found: dict[CheckpointPath, float] = field(default_factory=dict)
+    _claimed: set[CheckpointPath] = field(default_factory=set)
+    _started: float = field(default_factory=time.monotonic)
+    _entries: int = 0
+
+    def goes_on(self) -> bool:
+        """Counts one more entry."""
+        self._entries += 1
+        return not self.is_cut
+
+    @property
+    def is_cut(self) -> bool:
+        late = time.monotonic() - self._started > self.seconds
+        return late or self._entries > self.max_entries or len(self.found) >= self.max_found
+
+    def claim(self, path: CheckpointPath) -> bool:
+        """Whether no earlier root has anything at the path: the first that does decides, as in a request."""
+        if path in self._claimed:
+            return False
+        self._claimed.add(path)
+        return True
+
+    def add(self, path: CheckpointPath, metadata: bytes | None, changed_at: float) -> None:
+        """If the caller may use it."""
+        try:
+            about = Metadata() if metadata is None else parse_metadata(metadata)
+        except (NotJson, BadField):
+            return
+        is_over = about.expires_at is not None and about.expires_at <= datetime.now(UTC)
+        if not is_over and is_open_to(about.owner, public=about.public, caller=self.caller):
+            self.found[path] = changed_at
+
+    def newest_first(self) -> tuple[CheckpointPath, ...]:
+        return tuple(sorted(self.found, key=lambda path: (-self.found[path], str(path))))
+
+
+def search_folder(root: str, search: Search) -> None:
+    """Checkpoints of a local root. Raises `OSError` when the root itself cannot be read."""
+    for run in _children(root, search):
+        with suppress(OSError):
+            for name in _children(os.path.join(root, run, FOLDER), search):
+                with suppress(OSError, LeavesRoot):
+                    _look_at(root, run, name, search)
+
+
+def _children(folder: str, search: Search) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not search.goes_on():
+                return
+            yield entry.name
+
+
+def _look_at(root: str, run: str, name: str, search: Search) -> None:
+    with open_folder(root, (run, FOLDER, name)) as folder:
+        if folder is not None:
+            path = _path(run, name)
+            if path is not None and search.claim(path) and {CONFIG_FILE, WEIGHTS_FILE} <= folder.files.keys():
+                about = folder.files.get(METADATA_FILE)
+                search.add(path, None if about is None else read_at(about, MAX_CONFIG_BYTES), folder.changed_at)
+        elif name.endswith(_TAR):
+            _look_at_tar(root, run, name, search)
+
+
+def _look_at_tar(root: str, run: str, name: str, search: Search) -> None:
+    with open_folder(root, (run, FOLDER, name.removesuffix(_TAR))) as folder:
+        path = _path(run, name.removesuffix(_TAR))
+        if folder is not None or path is None:  # a folder of that name counts
+            return
+    with opened(root, (run, FOLDER, name)) as found, suppress(TarRefused, TarTruncated, TarWrong):
+        if found is not None and search.claim(path):
+            members = known_files(found[0])
+            if {CONFIG_FILE, WEIGHTS_FILE} <= members.keys():
+                member = members.get(METADATA_FILE)
+                text = None if member is None else read_at(found[0], min(member.size, MAX_CONFIG_BYTES), member.offset)
+                search.add(path, text, os.fstat(found[0]).st_mtime)
+
+
+def search_files(files: FileSystem, search: Search) -> None:
+    """Checkpoints of a remote root, tar files excepted: who may use them is written inside. Raises `StoreFailed`."""
+    for run in files.children(()):
+        if not search.goes_on():
+            return
+        for name in files.children((run, FOLDER)):
+            path = _path(run, name)
+            if not search.goes_on():
+                return
+            if path is None or not search.claim(path):
+                continue
+            states = {state.name: state for state in files.states((run, FOLDER, name), FILES)}
+            if {CONFIG_FILE, WEIGHTS_FILE} <= states.keys():
+                about = states.get(METADATA_FILE)
+                text = None if about is None else files.text((run, FOLDER, name), about, MAX_CONFIG_BYTES)
+                if about is None or text is not None:
+                    search.add(path, text, 0.0)
+
+
+def _path(run: str, name: str) -> CheckpointPath | None:
+    try:
+        return parse_checkpoint_path(f"tinker://{run}/{FOLDER}/{name}")
+    except InvalidRequest:
+        return None

@@ -1,0 +1,229 @@
+"""A root that fsspec reaches: object stores, hubs, web servers.
+
+Whether a checkpoint changed is told by what the store says of its files (ETag, generation, time of change), asked at
+most every `recheck_s`. What a path held is noted in the disk cache, so that a restart fetches nothing again. Failures
+are remembered for seconds, and what is incomplete or refused for as long as the store says the same of the files.
+"""
+
+import json
+import math
+import os
+import time
+from collections import OrderedDict
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
+from serve_app.checkpoints.archive import read_workspace, unpack_into
+from serve_app.checkpoints.checkpoint import Checkpoint
+from serve_app.checkpoints.content import FILES, Content, incomplete, refused
+from serve_app.checkpoints.disk_cache import DiskCache
+from serve_app.checkpoints.filesystem import FileState, FileSystem, StoreFailed
+from serve_app.checkpoints.flights import Flights
+from serve_app.checkpoints.local import FOLDER, YOUNG_S
+from serve_app.errors import CheckpointError, CheckpointIncomplete, CheckpointRefused, CheckpointUnavailable
+from serve_app.model_id import CheckpointPath
+
+_ATTEMPTS = 3
+_REMEMBERED = 4096
+_FAILED_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What the store says lies at a path: the files of a folder, or the one of a tar file."""
+
+    files: tuple[FileState, ...]
+    is_tar: bool
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the same listing means the same content."""
+        return all(file.version is not None for file in self.files)
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one path: the last listing, since when the store says so, when it was asked last (monotonic seconds), and
+    what came of it. An error holds until `until`.
+    """
+
+    listing: _Listing | None = None
+    since: float = -math.inf
+    asked_at: float = -math.inf
+    content: Content | None = None
+    error: CheckpointError | None = None
+    until: float = -math.inf
+
+
+class RemoteRoot:
+    """One root. Owned by one event loop; `looks` runs what asks the store, `reads` what downloads."""
+
+    def __init__(
+        self,
+        files: FileSystem,
+        url: str,
+        cache: DiskCache,
+        *,
+        looks: Executor,
+        reads: Executor,
+        max_bytes: int,
+        recheck_s: float = 2.0,
+    ) -> None:
+        self.files = files
+        self.num_fetches = 0
+        self._url = url
+        self._cache = cache
+        self._listings = Flights[CheckpointPath, _Listing | None](looks)
+        self._entries = Flights[tuple[CheckpointPath, str], str | None](looks)
+        self._fetches = Flights[tuple[CheckpointPath, _Listing], tuple[Content, str]](reads)
+        self._max_bytes = max_bytes
+        self._recheck_s = recheck_s
+        self._known: OrderedDict[CheckpointPath, _Known] = OrderedDict()
+
+    async def find(self, path: CheckpointPath) -> Checkpoint | None:
+        """The content that the path had at most `recheck_s` ago; None when there is nothing.
+
+        Raises a `CheckpointError`, `CacheFull` or `OSError`.
+        """
+        known = self._remembered(path)
+        now = time.monotonic()
+        if known.error is not None and now < min(known.until, known.asked_at + self._recheck_s):
+            raise known.error
+        if known.content is None or now >= known.asked_at + self._recheck_s:
+            await self._ask(path, known)
+        if known.listing is None:
+            return None
+        if known.error is not None:
+            raise known.error
+        if known.content is not None:
+            content = known.content
+            directory = await self._entries.run((path, content.digest), lambda: self._cache.use(content.digest))
+            if directory is not None:
+                return Checkpoint.of(path, content, directory)
+        content, directory = await self._fetch(path, known, known.listing)
+        return Checkpoint.of(path, content, directory)
+
+    def _remembered(self, path: CheckpointPath) -> _Known:
+        known = self._known.setdefault(path, _Known())
+        self._known.move_to_end(path)
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return known
+
+    async def _ask(self, path: CheckpointPath, known: _Known) -> None:
+        """Bring the listing up to date; what came of another listing is forgotten."""
+        try:
+            listing = await self._listings.run(path, lambda: self._list(path))
+        except StoreFailed as exc:
+            known.error = CheckpointUnavailable(f"The store of the checkpoint {path} does not answer.")
+            known.asked_at, known.until = time.monotonic(), time.monotonic() + _FAILED_S
+            raise known.error from exc
+        now = time.monotonic()
+        if listing != known.listing or not (listing and listing.is_telling) or now >= known.until:
+            known.error = None
+        if listing != known.listing or not (listing and listing.is_telling):
+            known.content = None
+        if listing != known.listing:
+            known.listing, known.since = listing, now
+        known.asked_at = now
+
+    def _list(self, path: CheckpointPath) -> _Listing | None:
+        folder = self.files.states((path.run, FOLDER, path.name), FILES)
+        if folder:
+            return _Listing(folder, is_tar=False)
+        archive = self.files.states((path.run, FOLDER), [f"{path.name}.tar"])
+        return _Listing(archive, is_tar=True) if archive else None
+
+    async def _fetch(self, path: CheckpointPath, known: _Known, listing: _Listing) -> tuple[Content, str]:
+        is_young = time.monotonic() - known.since < YOUNG_S
+        try:
+            fetched = await self._fetches.run((path, listing), lambda: self._noted_or_fetched(path, listing, is_young))
+        except (CheckpointIncomplete, CheckpointRefused) as exc:
+            if known.listing == listing:
+                known.error = exc
+                known.until = math.inf if isinstance(exc, CheckpointRefused) else time.monotonic() + YOUNG_S
+            raise
+        except FileNotFoundError as exc:  # it was there a moment ago
+            raise incomplete(str(path), "it is being written.") from exc
+        except StoreFailed as exc:
+            known.error = CheckpointUnavailable(f"The store of the checkpoint {path} does not answer.")
+            known.until = time.monotonic() + _FAILED_S
+            raise known.error from exc
+        if known.listing == listing:
+            known.content = fetched[0]
+        return fetched
+
+    def _noted_or_fetched(self, path: CheckpointPath, listing: _Listing, is_young: bool) -> tuple[Content, str]:
+        name = f"{self._url} {path}"
+        noted = _parse_note(self._cache.noted(name), listing)
+        if noted is not None and (directory := self._cache.use(noted.digest)):
+            return noted, directory
+        for _ in range(_ATTEMPTS):
+            found = self._fetched(path, listing, is_young=is_young)
+            after = self._list(path)
+            if after == listing:
+                if listing.is_telling:
+                    self._cache.note(name, _note(listing, found[0]))
+                return found
+            if after is None:
+                break
+            listing = after
+        raise incomplete(str(path), "it is being written.")
+
+    def _fetched(self, path: CheckpointPath, listing: _Listing, *, is_young: bool) -> tuple[Content, str]:
+        self._check(path, listing)
+        self.num_fetches += 1
+        folder = (path.run, FOLDER) if listing.is_tar else (path.run, FOLDER, path.name)
+        wanted = [file for file in listing.files if file.name != PICKLE_FILE]
+        with self._cache.workspace(sum(self._bound(file) for file in wanted)) as workspace:
+            for file in wanted:
+                self.files.fetch(folder, file, os.path.join(workspace, file.name), self._bound(file))
+            if listing.is_tar:
+                return self._unpacked(path, os.path.join(workspace, wanted[0].name), is_young=is_young)
+            content = read_workspace(workspace, str(path), max_bytes=self._max_bytes, is_young=is_young, is_final=False)
+            return content, self._cache.publish(workspace, content.digest)
+
+    def _unpacked(self, path: CheckpointPath, file: str, *, is_young: bool) -> tuple[Content, str]:
+        with open(file, "rb") as archive:
+            return unpack_into(self._cache, archive.fileno(), str(path), max_bytes=self._max_bytes, is_young=is_young)
+
+    def _bound(self, file: FileState) -> int:
+        """How many bytes the file may have: what the store said, or else what such a file may have."""
+        limit = self._max_bytes if file.name == WEIGHTS_FILE or file.name.endswith(".tar") else MAX_CONFIG_BYTES
+        return limit if file.size is None else file.size
+
+    def _check(self, path: CheckpointPath, listing: _Listing) -> None:
+        """What the listing alone tells, before anything is fetched."""
+        names = {file.name for file in listing.files}
+        if not listing.is_tar:
+            if PICKLE_FILE in names and WEIGHTS_FILE not in names:
+                raise refused(str(path), f"{PICKLE_FILE} is never read; save the adapter as {WEIGHTS_FILE}.")
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                if name not in names:
+                    raise incomplete(str(path), f"{name} is not there.")
+        for file in listing.files:
+            limit = self._max_bytes if file.name == WEIGHTS_FILE or listing.is_tar else MAX_CONFIG_BYTES
+            if file.size is not None and file.size > limit and file.name != PICKLE_FILE:
+                raise refused(str(path), f"{file.name} has {file.size} bytes; the limit is {limit}.")
+
+
+def _note(listing: _Listing, content: Content) -> str:
+    expires_at = content.expires_at.isoformat() if content.expires_at else None
+    return json.dumps({"listing": asdict(listing), "content": {**asdict(content), "expires_at": expires_at}})
+
+
+def _parse_note(text: str | None, listing: _Listing) -> Content | None:
+    """What was noted, if it was of the same listing."""
+    if text is None or not listing.is_telling:
+        return None
+    try:
+        note = json.loads(text)
+        if note["listing"] != json.loads(json.dumps(asdict(listing))):
+            return None
+        fields = dict(note["content"])
+        expires_at = fields.pop("expires_at")
+        return Content(**fields, expires_at=datetime.fromisoformat(expires_at) if expires_at else None)
+    except (ValueError, KeyError, TypeError):
+        return None  # cut short by a crash, or of another version

@@ -1,0 +1,167 @@
+"""The checkpoint store: from a path to the content that it has now, in a local folder, verified.
+
+    path -> root by root -> what lies there -> is it complete, whose is it, which content -> Checkpoint
+
+Local folders are served where they lie; tar files and remote roots go through the disk cache. Nothing has to announce a
+checkpoint: it is there in the first request after its last byte was written, and so is its replacement.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from serve_app.checkpoints.beneath import LeavesRoot
+from serve_app.checkpoints.checkpoint import Checkpoint
+from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
+from serve_app.checkpoints.filesystem import FileSystem, StoreFailed
+from serve_app.checkpoints.flights import Flights
+from serve_app.checkpoints.listing import Search, search_files, search_folder
+from serve_app.checkpoints.local import LocalRoot
+from serve_app.checkpoints.remote import RemoteRoot
+from serve_app.errors import CheckpointNotFound, CheckpointUnavailable, InvalidRequest
+from serve_app.model_id import CheckpointPath
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """`paths`: newest first. `is_complete`: whether these are all."""
+
+    paths: tuple[CheckpointPath, ...]
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCounters:
+    """What the store did since it was opened: checkpoints read and hashed, fetched, dropped from the disk cache."""
+
+    reads: int
+    fetches: int
+    evictions: int
+
+
+class CheckpointStore:
+    """Owned by one event loop. `close` it."""
+
+    def __init__(
+        self,
+        roots: Sequence[str],
+        *,
+        cache_directory: str | None = None,
+        cache_bytes: int = 50 << 30,
+        max_bytes: int = 8 << 30,
+        timeout_s: float = 60.0,
+        recheck_s: float = 2.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`roots`: folders and URLs, in the order in which they are searched. `cache_directory` None: a folder under
+        the user's cache. `max_bytes`: of one checkpoint's weights. `timeout_s`: how long a request waits; the work
+        goes on, for the next one. Touches no file yet. Raises `ConfigRefused`.
+        """
+        directory = cache_directory or str(Path.home() / ".cache" / "roundhouse" / "checkpoints")
+        self._cache = DiskCache(directory, cache_bytes)
+        self._looks = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-look")
+        self._reads = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-read")
+        self._listings = Flights[str | None, Listing](self._reads)
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._roots = [self._root(root, max_bytes, recheck_s) for root in roots]
+
+    def _root(self, root: str, max_bytes: int, recheck_s: float) -> LocalRoot | RemoteRoot:
+        if root.startswith("file://"):
+            root = root.removeprefix("file://")
+        if "://" in root:
+            return RemoteRoot(
+                FileSystem(root),
+                root,
+                self._cache,
+                looks=self._looks,
+                reads=self._reads,
+                max_bytes=max_bytes,
+                recheck_s=recheck_s,
+            )
+        return LocalRoot(
+            root, self._cache, looks=self._looks, reads=self._reads, max_bytes=max_bytes, clock=self._clock
+        )
+
+    @property
+    def counters(self) -> StoreCounters:
+        return StoreCounters(
+            reads=sum(root.num_reads for root in self._roots if isinstance(root, LocalRoot)),
+            fetches=sum(root.num_fetches for root in self._roots if isinstance(root, RemoteRoot)),
+            evictions=self._cache.evictions,
+        )
+
+    async def resolve(self, path: CheckpointPath) -> Checkpoint:
+        """The content that the path has now. Whether a caller may use it is up to `Checkpoint.owner` and `public`.
+
+        Raises `CheckpointNotFound` (also when it has expired), `CheckpointIncomplete`, `CheckpointRefused`,
+        `CheckpointUnavailable`, or `InvalidRequest` when a link leads out of its root.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with _translated(path):
+                    checkpoint = await self._find(path)
+        except TimeoutError as exc:
+            raise CheckpointUnavailable(f"The checkpoint {path} was not read within {self._timeout_s:g} s.") from exc
+        now = datetime.fromtimestamp(self._clock(), UTC)
+        if checkpoint is None or (checkpoint.expires_at is not None and checkpoint.expires_at <= now):
+            # The words with which the catalogue denies what is not for the caller.
+            raise CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
+        return checkpoint
+
+    async def _find(self, path: CheckpointPath) -> Checkpoint | None:
+        """In the first root that has something at the path, complete or not."""
+        for root in self._roots:
+            checkpoint = await root.find(path)
+            if checkpoint is not None:
+                return checkpoint
+        return None
+
+    async def list(self, owner: str | None) -> Listing:
+        """Checkpoints that look complete and that this owner may use. Bounded: at most 1000, 5 s. A root that does not
+        answer is left out.
+        """
+        return await self._listings.run(owner, lambda: self._search(owner))
+
+    def _search(self, owner: str | None) -> Listing:
+        search, is_complete = Search(owner), True
+        for root in self._roots:
+            try:
+                if isinstance(root, LocalRoot):
+                    search_folder(root.root, search)
+                else:
+                    search_files(root.files, search)
+            except FileNotFoundError:
+                continue
+            except (OSError, StoreFailed) as exc:
+                logger.warning("A root of checkpoints cannot be listed: %r", exc)
+                is_complete = False
+        return Listing(search.newest_first(), is_complete and not search.is_cut)
+
+    def close(self) -> None:
+        """What is under way ends in its own time; its results are dropped."""
+        self._looks.shutdown(wait=False, cancel_futures=True)
+        self._reads.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _translated(path: CheckpointPath) -> Iterator[None]:
+    """What roots raise, as errors of the service."""
+    try:
+        yield
+    except LeavesRoot as exc:
+        raise InvalidRequest(f"model names {str(path)!r}, where a link leads out of the store.", "model") from exc
+    except CacheFull as exc:
+        logger.error("The cache of checkpoints has no room for %s.", path)
+        raise CheckpointUnavailable(f"The checkpoint {path} cannot be copied now: no room.") from exc
+    except OSError as exc:
+        logger.error("The checkpoint %s cannot be read: %r", path, exc)
+        raise CheckpointUnavailable(f"The checkpoint {path} cannot be read now.") from exc

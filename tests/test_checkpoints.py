@@ -1,0 +1,386 @@
+"""Checkpoints in a local folder: found when complete, served as they are now."""
+
+import asyncio
+import hashlib
+import json
+import os
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from checkpoint_files import (
+    BASE,
+    PATH,
+    config,
+    digest,
+    files,
+    folder,
+    later,
+    opened_store,
+    resolve,
+    run,
+    weights,
+    write,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE
+from engines.protocol import Adapter
+from serve_app.checkpoints import Checkpoint, CheckpointStore
+from serve_app.errors import (
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CheckpointRefused,
+    InvalidRequest,
+    ModelNotFound,
+    to_http,
+)
+from serve_app.model_id import CheckpointPath
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
+
+
+def test_a_checkpoint_is_its_content_and_where_it_lies(root: Path) -> None:
+    contents = files(metadata={"owner": "alice", "public": True, "expires_at": "2131-01-01T02:00:00+02:00"})
+    target = write(root, {**contents, "chat_template.jinja": "{{ 'é' }}".encode()})
+    found = resolve(root)
+    assert found.adapter == Adapter(digest(contents), str(target))
+    assert (found.path, found.base_model, found.owner, found.public) == (PATH, BASE, "alice", True)
+    assert found.expires_at == datetime(2131, 1, 1, tzinfo=UTC)
+    assert found.chat_template == "{{ 'é' }}"
+
+
+@pytest.mark.parametrize(
+    ("about", "base", "expected"),
+    [
+        ({"base_model": "b"}, "a", "b"),
+        ({}, "a", "a"),
+        (None, "a", "a"),
+        ({"base_model": None}, None, None),
+        (None, "", None),
+        (None, 7, None),
+    ],
+)
+def test_the_base_is_that_of_checkpoint_json_or_else_the_configuration_s(
+    root: Path, about: dict[str, object] | None, base: object, expected: str | None
+) -> None:
+    write(root, {**files(metadata=about), CONFIG_FILE: config(base_model_name_or_path=base)})
+    assert resolve(root).base_model == expected
+
+
+def test_what_is_missing_or_expired_is_denied_in_the_words_for_what_is_not_the_caller_s(root: Path) -> None:
+    with pytest.raises(CheckpointNotFound) as missing:
+        resolve(root)
+    write(root, files(metadata={"expires_at": (datetime.now(UTC) - timedelta(seconds=1)).timestamp()}))
+    with pytest.raises(CheckpointNotFound) as expired:
+        resolve(root)
+    of_another = ModelNotFound(f"The model {str(PATH)!r} does not exist, or this key may not use it.", "model")
+    assert to_http(missing.value) == to_http(expired.value) == to_http(of_another)
+
+
+def test_a_checkpoint_expires_while_it_is_remembered(root: Path) -> None:
+    write(root, files(metadata={"expires_at": (datetime.now(UTC) + timedelta(seconds=100)).timestamp()}))
+    seconds = [50.0]
+    with opened_store(root, cache=root / "c", clock=lambda: later(seconds[0])()) as store:
+        assert run(lambda: store.resolve(PATH)).digest
+        seconds[0] = 101.0
+        with pytest.raises(CheckpointNotFound):
+            run(lambda: store.resolve(PATH))
+
+
+@pytest.mark.parametrize("names", [(CONFIG_FILE,), (WEIGHTS_FILE,), ("checkpoint.json",), ()])
+def test_a_missing_file_is_incomplete(root: Path, names: tuple[str, ...]) -> None:
+    write(root, {name: content for name, content in files(metadata={}).items() if name in names})
+    with pytest.raises(CheckpointIncomplete, match=r"adapter_(config\.json|model\.safetensors) is not there\."):
+        resolve(root, clock=later())
+
+
+def test_the_next_request_after_the_last_byte_finds_it(root: Path) -> None:
+    contents = files()
+    with opened_store(root, cache=root / "c") as store:
+        for name, content in contents.items():
+            with pytest.raises((CheckpointIncomplete, CheckpointNotFound)):
+                run(lambda: store.resolve(PATH))
+            write(root, {name: content[:-1]})
+            with pytest.raises(CheckpointIncomplete):
+                run(lambda: store.resolve(PATH))
+            write(root, {name: content})
+        assert run(lambda: store.resolve(PATH)).digest == digest(contents)
+
+
+_METADATA = {"owner": "alice", "base_model": "b"}
+
+
+@given(order=st.permutations([CONFIG_FILE, WEIGHTS_FILE]), cut=st.integers(0, 10_000), marked=st.booleans())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_half_written_prefix_is_a_checkpoint(root: Path, order: list[str], cut: int, marked: bool) -> None:
+    """`checkpoint.json` first, as its documentation asks for; then the two files in any order, cut at any byte."""
+    contents = files(metadata=_METADATA)
+    if marked:
+        hashes = {name: hashlib.sha256(contents[name]).hexdigest() for name in order}
+        contents["checkpoint.json"] = json.dumps({**_METADATA, "sha256": hashes}).encode()
+    stream = [(name, contents[name]) for name in ("checkpoint.json", *order)]
+    cut %= sum(len(content) for _, content in stream)
+    for file in folder(root).glob("*"):
+        file.unlink()
+    for name, content in stream:
+        if cut <= 0:
+            break
+        write(root, {name: content[:cut]})
+        cut -= len(content)
+    try:
+        found = resolve(root)
+    except (CheckpointIncomplete, CheckpointNotFound):
+        return
+    # All but the line break that ends the configuration: the same configuration.
+    assert not marked
+    assert order[-1] == CONFIG_FILE
+    assert found.digest == digest({**contents, CONFIG_FILE: contents[CONFIG_FILE].rstrip()})
+    assert (found.owner, found.base_model) == ("alice", "b")
+
+
+@pytest.mark.parametrize("extra", [-1, 1, 1000])
+def test_weights_of_another_length_than_their_header_says_are_incomplete(root: Path, extra: int) -> None:
+    target = write(root, files())
+    os.truncate(target / WEIGHTS_FILE, len(weights()) + extra)
+    with pytest.raises(CheckpointIncomplete, match=rf"has {len(weights()) + extra} bytes, and its header describes"):
+        resolve(root, clock=later())
+
+
+def test_with_a_marker_what_is_short_stays_short(root: Path) -> None:
+    write(root, {**files(), WEIGHTS_FILE: weights()[:-1], "checkpoint_complete": b""})
+    with pytest.raises(CheckpointRefused, match="its header describes"):
+        resolve(root)
+    write(root, {WEIGHTS_FILE: weights()})
+    assert resolve(root).digest == digest(files())
+
+
+def test_a_header_longer_than_the_first_read_is_read_whole(root: Path) -> None:
+    entries = {f"t{i:05}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(2000)}
+    header = json.dumps(entries).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(2000)
+    write(root, {**files(), WEIGHTS_FILE: content})
+    assert resolve(root).digest == digest({**files(), WEIGHTS_FILE: content})
+    write(root, {WEIGHTS_FILE: content[: len(header)]})
+    with pytest.raises(CheckpointIncomplete, match=f"and its header alone {len(header) + 8}"):
+        resolve(root)
+
+
+WRONG = {
+    "no JSON": ({CONFIG_FILE: b"{]"}, r"adapter_config\.json is not JSON"),
+    "no object": ({CONFIG_FILE: b"[]"}, r"adapter_config\.json is not a JSON object"),
+    "no UTF-8": ({CONFIG_FILE: b'"\xff"'}, r"adapter_config\.json is not JSON"),
+    "nested": ({CONFIG_FILE: b"[" * 100_000}, r"adapter_config\.json is not JSON"),
+    "no header": ({WEIGHTS_FILE: bytes(5000)}, r"adapter_model\.safetensors: its header is not JSON"),
+    "huge header": ({WEIGHTS_FILE: b"\xff" * 5000}, "its header must have at most"),
+    "about": ({"checkpoint.json": b"{"}, r"checkpoint\.json is not JSON"),
+    "hash": (
+        {"checkpoint.json": json.dumps({"sha256": {CONFIG_FILE: "0" * 64}}).encode()},
+        r"the SHA-256 of adapter_c",
+    ),
+    "template": ({"chat_template.jinja": b"\xff"}, r"chat_template\.jinja is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_looks_wrong_is_incomplete_while_it_is_young_and_refused_later(root: Path, case: str) -> None:
+    changes, message = WRONG[case]
+    write(root, {**files(), **changes})
+    with pytest.raises(CheckpointIncomplete, match=message):
+        resolve(root)
+    with pytest.raises(CheckpointRefused, match=f"{PATH} cannot be served: .*{message}"):
+        resolve(root, clock=later())
+
+
+ABOUT = {
+    "owner": ({"owner": 3}, "owner must be a text of 1 to 1024 characters, not 3"),
+    "no owner": ({"owner": ""}, "owner must be a text of 1 to 1024 characters, not ''"),
+    "base": ({"base_model": ["x"]}, r"base_model must be a text of 1 to 1024 characters, not \['x'\]"),
+    "public": ({"public": "yes"}, "public must be true or false, not 'yes'"),
+    "date": ({"expires_at": "tomorrow"}, "expires_at must be a date with a time zone .* not 'tomorrow'"),
+    "naive date": ({"expires_at": "2031-01-01T00:00:00"}, "expires_at must be a date with a time zone"),
+    "endless": ({"expires_at": float("inf")}, "expires_at must be a date with a time zone"),
+    "true": ({"expires_at": True}, "expires_at must be a date with a time zone"),
+    "far": ({"expires_at": 1e300}, "expires_at must be a date with a time zone"),
+    "hashes": ({"sha256": "x"}, "sha256 must be an object, not 'x'"),
+    "hash": ({"sha256": {WEIGHTS_FILE: "x"}}, r"sha256\['adapter_model\.safetensors'\] must be 64 hex digits, not 'x'"),
+}
+
+
+@pytest.mark.parametrize("case", ABOUT)
+def test_a_field_of_checkpoint_json_that_cannot_be_understood_is_refused(root: Path, case: str) -> None:
+    fields, message = ABOUT[case]
+    write(root, files(metadata=fields))
+    with pytest.raises(CheckpointRefused, match=rf"checkpoint\.json: {message}"):
+        resolve(root)
+
+
+def test_hashes_that_are_right_pass_in_either_case(root: Path) -> None:
+    contents = {**files(), "chat_template.jinja": b"x"}
+    hashes = {name: hashlib.sha256(content).hexdigest().upper() for name, content in contents.items()}
+    write(root, {**contents, "checkpoint.json": json.dumps({"sha256": {**hashes, "other": "0" * 64}}).encode()})
+    assert resolve(root, clock=later()).digest == digest(contents)
+
+
+def test_a_file_that_is_listed_and_not_there_is_incomplete(root: Path) -> None:
+    write(root, files(metadata={"sha256": {"chat_template.jinja": "0" * 64}}))
+    with pytest.raises(CheckpointIncomplete, match=r"chat_template\.jinja is not there, and checkpoint\.json lists it"):
+        resolve(root, clock=later())
+
+
+def test_a_pickle_alone_is_refused_by_name(root: Path) -> None:
+    write(root, {CONFIG_FILE: config(), "adapter_model.bin": b"\x80"})
+    with pytest.raises(CheckpointRefused, match=r"adapter_model\.bin is a pickle and is never read"):
+        resolve(root)
+    write(root, {WEIGHTS_FILE: weights()})
+    assert resolve(root).digest == digest(files())
+
+
+def test_weights_over_the_limit_are_refused_unread(root: Path) -> None:
+    target = write(root, files())
+    os.truncate(target / WEIGHTS_FILE, 1 << 40)
+    with pytest.raises(CheckpointRefused, match=f"{WEIGHTS_FILE} has {1 << 40} bytes; the limit is 5000"):
+        resolve(root, max_bytes=5000)
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, "checkpoint.json", "chat_template.jinja"])
+def test_texts_over_a_mebibyte_are_refused(root: Path, name: str) -> None:
+    target = write(root, {**files(), name: b" "})
+    os.truncate(target / name, (1 << 20) + 1)
+    with pytest.raises(CheckpointRefused, match=rf"{name} has {(1 << 20) + 1} bytes; the limit is {1 << 20}"):
+        resolve(root)
+
+
+def test_roots_are_searched_in_order_and_the_first_that_has_anything_decides(tmp_path: Path) -> None:
+    first, second = tmp_path / "1", tmp_path / "2"
+    write(second, files(2))
+    with opened_store(first, f"file://{second}", cache=tmp_path / "c") as store:
+        assert run(lambda: store.resolve(PATH)).digest == digest(files(2))
+        write(first, {CONFIG_FILE: config()})
+        with pytest.raises(CheckpointIncomplete):
+            run(lambda: store.resolve(PATH))
+        write(first, files(1))
+        assert run(lambda: store.resolve(PATH)).digest == digest(files(1))
+
+
+def test_a_replaced_checkpoint_serves_its_new_content_in_the_next_request(root: Path) -> None:
+    target = write(root, files(1))
+    with opened_store(root, cache=root / "c", clock=later()) as store:
+        for fill in range(2, 30):
+            assert run(lambda: store.resolve(PATH)).digest == digest(files(fill - 1))
+            if fill % 3 == 0:  # in place, the same size
+                (target / WEIGHTS_FILE).write_bytes(weights(fill))
+            elif fill % 3 == 1:  # by renaming, with the old time stamp
+                before = (target / WEIGHTS_FILE).stat()
+                (target / "new").write_bytes(weights(fill))
+                os.utime(target / "new", ns=(before.st_atime_ns, before.st_mtime_ns))
+                os.replace(target / "new", target / WEIGHTS_FILE)
+            else:  # the whole folder
+                target.rename(root / f"old{fill}")
+                write(root, files(fill))
+        assert run(lambda: store.resolve(PATH)).digest == digest(files(29))
+
+
+def test_permissions_that_change_count_from_the_next_request(root: Path) -> None:
+    write(root, files(metadata={"owner": "alice"}))
+    with opened_store(root, cache=root / "c", clock=later()) as store:
+        assert run(lambda: store.resolve(PATH)).owner == "alice"
+        write(root, files(metadata={"owner": "robin"}))
+        assert run(lambda: store.resolve(PATH)).owner == "robin"
+        (folder(root) / "checkpoint.json").unlink()
+        assert run(lambda: store.resolve(PATH)).owner is None
+
+
+def test_fifty_requests_at_once_read_a_checkpoint_once(root: Path) -> None:
+    write(root, files())
+
+    async def fifty(store: CheckpointStore) -> list[Checkpoint]:
+        return await asyncio.gather(*(store.resolve(PATH) for _ in range(50)))
+
+    with opened_store(root, cache=root / "c", clock=later()) as store:
+        assert {found.digest for found in run(lambda: fifty(store))} == {digest(files())}
+        assert run(lambda: store.resolve(PATH)).digest == digest(files())
+        assert store.counters.reads == 1
+
+
+def test_what_was_refused_is_not_read_again_until_it_changes(root: Path) -> None:
+    write(root, {**files(), CONFIG_FILE: b"{]"})
+    with opened_store(root, cache=root / "c", clock=later()) as store:
+        for _ in range(3):
+            with pytest.raises(CheckpointRefused):
+                run(lambda: store.resolve(PATH))
+        assert store.counters.reads == 1
+        write(root, files())
+        assert run(lambda: store.resolve(PATH)).digest == digest(files())
+
+
+def test_time_stamps_too_young_to_trust_are_not_trusted(root: Path) -> None:
+    write(root, files())
+    with opened_store(root, cache=root / "c") as store:
+        for _ in range(3):
+            assert run(lambda: store.resolve(PATH)).digest == digest(files())
+        assert store.counters.reads == 3
+
+
+def test_a_caller_that_leaves_does_not_stop_the_others(root: Path) -> None:
+    write(root, files())
+
+    async def leave_one(store: CheckpointStore) -> Checkpoint:
+        first, second = (asyncio.create_task(store.resolve(PATH)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await second
+
+    with opened_store(root, cache=root / "c", clock=later()) as store:
+        assert run(lambda: leave_one(store)).digest == digest(files())
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_rewrite_during_a_request_gives_the_old_or_the_new_content_or_incomplete(root: Path, in_place: bool) -> None:
+    size = 1 << 20
+    contents = [{CONFIG_FILE: config(), WEIGHTS_FILE: weights(fill, size)} for fill in (1, 2)]
+    target = write(root, contents[0])
+    stop = threading.Event()
+
+    def rewrite() -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            if in_place:
+                with open(target / WEIGHTS_FILE, "r+b") as file:
+                    file.write(contents[turn % 2][WEIGHTS_FILE])
+            else:
+                (target / "new").write_bytes(contents[turn % 2][WEIGHTS_FILE])
+                os.replace(target / "new", target / WEIGHTS_FILE)
+            stop.wait(0.002 * (turn % 20))
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    found = set[str]()
+    try:
+        with opened_store(root, cache=root / "c") as store:
+            for _ in range(60):
+                try:
+                    found.add(run(lambda: store.resolve(PATH)).digest)
+                except CheckpointIncomplete:
+                    found.add("incomplete")
+    finally:
+        stop.set()
+        writer.join()
+    assert found <= {digest(contents[0]), digest(contents[1]), "incomplete"}
+    assert resolve(root).digest in {digest(contents[0]), digest(contents[1])}
+
+
+@given(name=st.text("abcXYZ09._:-", min_size=1, max_size=255), run_name=st.text("a.:-_", min_size=1, max_size=20))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_name_leads_anywhere_else(root: Path, name: str, run_name: str) -> None:
+    (root.parent / CONFIG_FILE).write_bytes(config())
+    with pytest.raises((CheckpointError, InvalidRequest)):
+        resolve(root, CheckpointPath(run_name, name))
