@@ -1,0 +1,158 @@
+"""The configuration changes while the service runs; a bad one changes nothing."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import BASE, CHAT, CONTEXT, KEY, OTHER_KEY, RunningEdge, config_for, running_edge
+from tiny_tokenizer import save_model_folder
+
+from engines.fake import FakeConfig
+from serve_app.config import ModelConfig
+from serve_app.errors import ConfigRefused
+from serve_app.served_model import load_model
+
+pytest_plugins = ("edge_fixtures",)
+
+
+def test_keys_and_models_change_without_a_restart(edge: RunningEdge) -> None:
+    models, keys = edge.config["models"], edge.config["keys"]
+    edge.reconfigure(models=models[:1], keys=[{**keys[1], "models": None}])
+    try:
+        assert [model.id for model in edge.sdk(OTHER_KEY).models.list()] == [CHAT, f"{CHAT}:peft:128"]
+        assert edge.post("/completions", key=KEY, model=CHAT, prompt="x").status_code == 401
+        assert edge.post("/completions", key=OTHER_KEY, model=BASE, prompt="x").status_code == 404
+    finally:
+        edge.reconfigure()
+    assert edge.complete(max_tokens=1).status_code == 200
+
+
+def test_models_that_did_not_change_are_not_loaded_again(edge: RunningEdge) -> None:
+    before = dict(edge.service.settings.catalog.models)
+    edge.reconfigure(limits={"messages": 7})
+    try:
+        assert edge.service.settings.catalog.models == before
+        assert edge.service.settings.limits.messages == 7
+    finally:
+        edge.reconfigure()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"models": []}, "models must not be empty, got a list of 0."),
+        ({"limits": {"messages": "many"}}, 'limits.messages must be an integer, got "many".'),
+        (
+            {"keys": [{"name": "k", "env": "NO_SUCH_VARIABLE_HERE"}]},
+            "The key 'k' is empty in the environment variable 'NO_SUCH_VARIABLE_HERE'.",
+        ),
+    ],
+)
+def test_a_bad_configuration_is_told_and_the_last_good_one_stays(edge: RunningEdge, change: Any, sentence: str) -> None:
+    settings = edge.service.settings
+    edge.reconfigure(**change)
+    assert edge.service.settings is settings
+    assert edge.service.config_error == sentence
+    assert edge.recorder.config_errors[-1] == sentence
+    assert edge.complete(max_tokens=1).status_code == 200
+    edge.reconfigure()
+    assert edge.service.config_error is None
+    assert edge.recorder.config_errors[-1] is None
+
+
+def test_a_request_under_way_finishes_with_the_configuration_it_began_with(edge: RunningEdge) -> None:
+    edge.script.says_and_hangs("ab", edge.engine)
+    with edge.sdk().completions.create(model=BASE, prompt="x", stream=True) as stream:
+        first = next(iter(stream))
+        edge.reconfigure(models=edge.config["models"][:1])
+        edge.engine.resume()
+        assert first.choices[0].text + "".join(chunk.choices[0].text for chunk in stream) == "ab"
+    edge.reconfigure()
+
+
+def test_a_service_without_a_usable_configuration_lives_and_is_not_ready(model_folders: dict[str, str]) -> None:
+    with running_edge({"models": [], "keys": []}, FakeConfig()) as idle, idle.http() as client:
+        live, ready, models = client.get("../healthz"), client.get("../readyz"), client.get("/models")
+    assert live.status_code == 200
+    assert (ready.status_code, ready.headers["retry-after"]) == (503, "2")
+    message = "Not ready: nothing is served."
+    expected = {"message": message, "type": "server_error", "param": None, "code": "not_ready"}
+    assert ready.json() == {"error": expected}
+    assert models.status_code == 401
+
+
+def test_readiness_is_judged_by_progress(model_folders: dict[str, str]) -> None:
+    config = config_for(model_folders)
+    config["models"][2]["app"] = "missing"
+    with running_edge(config, FakeConfig(vocab_size=512, context_length=CONTEXT)) as half, half.http() as client:
+        response = client.get("../readyz")
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == f"Not ready: {BASE!r}."
+
+
+# --- loading a model ---
+
+
+def model(source: Path, **fields: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"id": "m", "app": "a", "source": str(source), **fields})
+
+
+def refusal(config: ModelConfig) -> str:
+    with pytest.raises(ConfigRefused) as caught:
+        load_model(config)
+    return str(caught.value)
+
+
+def test_facts_come_from_the_models_folder(tmp_path: Path) -> None:
+    found = load_model(model(save_model_folder(tmp_path, context_length=777)))
+    assert (found.context_length, found.vocab_size) == (777, 512)
+    ends = [found.tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")]
+    assert found.end_token_ids == frozenset(ends)
+    assert found.renderer is not None
+    assert found.renderer.name == "qwen3"
+
+
+def test_the_facts_of_a_composed_model_are_those_of_its_text_model(tmp_path: Path) -> None:
+    save_model_folder(tmp_path)
+    text = {"max_position_embeddings": 99, "vocab_size": 600}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text}))
+    found = load_model(model(tmp_path))
+    assert (found.context_length, found.vocab_size) == (99, 600)
+
+
+def test_a_model_without_template_has_no_renderer_unless_one_is_named(tmp_path: Path) -> None:
+    save_model_folder(tmp_path, with_template=False)
+    assert load_model(model(tmp_path)).renderer is None
+    named = load_model(model(tmp_path, renderer="role_colon")).renderer
+    assert named is not None
+    assert named.name == "role_colon"
+
+
+def test_a_context_length_that_nobody_tells_is_refused(tmp_path: Path) -> None:
+    save_model_folder(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert refusal(model(tmp_path)) == f"The model 'm' needs context_length: {str(tmp_path)!r} does not tell it."
+    assert load_model(model(tmp_path, context_length=50)).context_length == 50
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    assert refusal(model(tmp_path)) == f"The tokenizer of the model 'm' cannot be loaded from {str(tmp_path)!r}."
+    shutil.rmtree(tmp_path)
+    assert refusal(model(tmp_path)) == f"The tokenizer of the model 'm' cannot be loaded from {str(tmp_path)!r}."
+
+
+def test_an_unknown_renderer_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    said = refusal(model(save_model_folder(tmp_path), renderer="gpt9"))
+    assert said.startswith("The model 'm' cannot have the renderer 'gpt9': renderer must be one of ")
+
+
+def test_a_tokenizer_saved_for_training_does_not_cut_prompts(tmp_path: Path) -> None:
+    save_model_folder(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    state = json.loads(file.read_text())
+    state["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(state))
+    found = load_model(model(tmp_path))
+    assert len(found.tokenizer.backend_tokenizer.encode("x" * 50).ids) > 4
