@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,11 +38,24 @@ class Checkpoint(Protocol):
     def chat_template(self) -> str | None: ...
 
 
+class Listing(Protocol):
+    """Checkpoints that a caller may use, newest first; `is_complete`: all of them."""
+
+    @property
+    def paths(self) -> Sequence[CheckpointPath]: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+
 class Checkpoints(Protocol):
     """Where checkpoints come from."""
 
     async def resolve(self, path: CheckpointPath) -> Checkpoint:
         """The content that the path has now. Raises a `CheckpointError`."""
+
+    async def list(self, owner: str | None) -> Listing:
+        """Those that this owner may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +79,9 @@ class Target:
 
 
 class Catalog:
-    """The models of one configuration."""
+    """The models of one configuration. Without a store (`checkpoints` None) no checkpoint exists."""
 
-    def __init__(self, models: Mapping[str, ServedModel], checkpoints: Checkpoints) -> None:
+    def __init__(self, models: Mapping[str, ServedModel], checkpoints: Checkpoints | None) -> None:
         self.models = models
         self._checkpoints = checkpoints
         self._known_as = {name: model for model in models.values() for name in _names(model)}
@@ -76,6 +89,10 @@ class Catalog:
 
     def visible_to(self, caller: Caller) -> list[ServedModel]:
         return [model for model in self.models.values() if _may_use(caller, model)]
+
+    async def checkpoints_of(self, caller: Caller) -> Listing | None:
+        """None without a store."""
+        return None if self._checkpoints is None else await self._checkpoints.list(caller.owner)
 
     async def resolve(self, requested: str, caller: Caller) -> Target:
         """Raises `InvalidRequest`, `ModelNotFound` or a `CheckpointError`."""
@@ -102,6 +119,8 @@ class Catalog:
         return model, context_length
 
     async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> Checkpoint:
+        if self._checkpoints is None:
+            raise _not_found(str(path))
         checkpoint = await self._checkpoints.resolve(path)
         if not (checkpoint.public or checkpoint.owner is None or checkpoint.owner == caller.owner):
             raise _not_found(str(path))

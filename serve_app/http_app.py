@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -78,7 +79,10 @@ class Handlers:
             self._why_not_ready = why_not
 
     async def models(self, exchange: Exchange) -> None:
-        await exchange.send_json(200, list_models(self._service.settings.catalog, exchange.caller))
+        asked = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("checkpoints", [""])[0]
+        catalog, caller = self._service.settings.catalog, exchange.caller
+        listing = await list_models(catalog, caller, with_checkpoints=asked in ("1", "true"))
+        await exchange.send_json(200, listing)
 
     async def model(self, exchange: Exchange) -> None:
         requested: str = exchange.scope["path_params"]["id"]

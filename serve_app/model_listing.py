@@ -5,13 +5,24 @@ from collections.abc import Iterator
 from serve_app.auth import Caller
 from serve_app.catalog import Catalog
 from serve_app.model_id import BaseModelId
-from serve_app.schema.replies import ModelReply
+from serve_app.schema.replies import CheckpointReply, ModelReply
 from serve_app.served_model import ServedModel
 
+_CHECKPOINT_OWNER = "user"  # as for fine-tuned models elsewhere; who exactly is nobody else's business
 
-def list_models(catalog: Catalog, caller: Caller) -> dict[str, object]:
-    """Every base model that the caller may use, and every variant of it."""
-    return {"object": "list", "data": [item for model in catalog.visible_to(caller) for item in _with_variants(model)]}
+
+async def list_models(catalog: Catalog, caller: Caller, *, with_checkpoints: bool) -> dict[str, object]:
+    """Every base model that the caller may use, with its variants, and the checkpoints if asked for.
+
+    `has_more` tells that there are too many checkpoints to list them all.
+    """
+    items: list[ModelReply | CheckpointReply] = []
+    for model in catalog.visible_to(caller):
+        items += _with_variants(model)
+    listing = await catalog.checkpoints_of(caller) if with_checkpoints else None
+    if listing is not None:
+        items += [_checkpoint(str(path)) for path in listing.paths]
+    return {"object": "list", "data": items, "has_more": listing is not None and not listing.is_complete}
 
 
 async def describe(catalog: Catalog, requested: str, caller: Caller) -> ModelReply:
@@ -34,3 +45,7 @@ def _item(name: str, model: ServedModel, context_length: int) -> ModelReply:
         "owned_by": model.config.owned_by,
         "context_length": context_length,
     }
+
+
+def _checkpoint(path: str) -> CheckpointReply:
+    return {"id": path, "object": "model", "created": 0, "owned_by": _CHECKPOINT_OWNER}

@@ -50,10 +50,10 @@ class Service:
         self.config_error: str | None = "there is no configuration yet"
         self._open_checkpoints = open_checkpoints
         self._config: ServiceConfig | None = None
-        self._checkpoints = open_checkpoints(CheckpointsConfig())
+        self._checkpoints: Checkpoints | None = None
         self._changing = asyncio.Lock()
         limits = LimitsConfig()
-        self.settings = Settings(limits, Catalog({}, self._checkpoints), Keyring((), limits))
+        self.settings = Settings(limits, Catalog({}, None), Keyring((), limits))
 
     async def reconfigure(self, raw: object) -> None:
         """Take a configuration over, or keep the last good one and say why. Never raises: in Ray that would take the

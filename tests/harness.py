@@ -27,7 +27,7 @@ from serve_app.config import CheckpointsConfig
 from serve_app.errors import CheckpointNotFound
 from serve_app.http_app import build_http_app
 from serve_app.local_replicas import LocalReplicas
-from serve_app.model_id import CheckpointPath
+from serve_app.model_id import CheckpointPath, parse_checkpoint_path
 from serve_app.service import Service
 from serve_app.usage import RequestRecord
 
@@ -54,6 +54,12 @@ class StoredCheckpoint:
     chat_template: str | None = None
 
 
+@dataclass(frozen=True)
+class StoredListing:
+    paths: tuple[CheckpointPath, ...]
+    is_complete: bool
+
+
 @dataclass
 class MemoryCheckpoints:
     """Checkpoints by path; an exception in place of one is raised."""
@@ -61,10 +67,16 @@ class MemoryCheckpoints:
     held: dict[str, StoredCheckpoint | Exception] = field(default_factory=dict)
 
     async def resolve(self, path: CheckpointPath) -> Checkpoint:
-        found = self.held.get(str(path), CheckpointNotFound(f"The checkpoint {path} does not exist."))
+        denied = CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
+        found = self.held.get(str(path), denied)
         if isinstance(found, Exception):
             raise found
         return found
+
+    async def list(self, owner: str | None) -> StoredListing:
+        held = {path: found for path, found in self.held.items() if isinstance(found, StoredCheckpoint)}
+        mine = [path for path, found in held.items() if found.public or found.owner in (None, owner)]
+        return StoredListing(tuple(map(parse_checkpoint_path, mine)), is_complete=len(mine) < 3)
 
 
 @dataclass

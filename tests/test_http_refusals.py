@@ -39,7 +39,7 @@ def test_a_malformed_checkpoint_path_is_400_that_says_which_part(edge: RunningEd
 
 def test_an_unknown_checkpoint_is_404(edge: RunningEdge) -> None:
     response = edge.complete(model=PATH)
-    message = f"The checkpoint {PATH} does not exist."
+    message = f"The model {PATH!r} does not exist, or this key may not use it."
     assert (response.status_code, response.json()) == (404, error(message, param="model", code="model_not_found"))
 
 

@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from harness import BASE, CHAT, KEY, OTHER_KEY, RunningEdge
+from harness import BASE, CHAT, KEY, OTHER_KEY, RunningEdge, StoredCheckpoint
 from wire import error, exchange, post_head
 
 pytest_plugins = ("edge_fixtures",)
@@ -179,6 +179,33 @@ def test_models_lists_every_base_and_its_variants(edge: RunningEdge) -> None:
 
 def test_models_lists_only_what_the_key_may_use(edge: RunningEdge) -> None:
     assert [model.id for model in edge.sdk(OTHER_KEY).models.list()] == [BASE]
+
+
+def test_checkpoints_are_listed_when_asked_for(edge: RunningEdge) -> None:
+    mine, theirs, public = (f"tinker://r/sampler_weights/{name}" for name in ("mine", "theirs", "public"))
+    edge.checkpoints.held[mine] = StoredCheckpoint("1", owner="alice")
+    edge.checkpoints.held[theirs] = StoredCheckpoint("2", owner="bob")
+    edge.checkpoints.held[public] = StoredCheckpoint("3", owner="bob", public=True)
+    with edge.http() as client:
+        assert all(not item["id"].startswith("tinker://") for item in client.get("/models").json()["data"])
+        body = client.get("/models?checkpoints=1").json()
+    assert [item["id"] for item in body["data"]][-2:] == [mine, public]
+    assert body["data"][-1] == {"id": public, "object": "model", "created": 0, "owned_by": "user"}
+    assert body["has_more"] is False
+
+
+def test_a_listing_that_is_cut_says_so(edge: RunningEdge) -> None:
+    for index in range(3):
+        edge.checkpoints.held[f"tinker://r/sampler_weights/{index}"] = StoredCheckpoint(str(index))
+    with edge.http() as client:
+        assert client.get("/models?checkpoints=true").json()["has_more"] is True
+
+
+def test_a_checkpoint_is_a_model_with_the_context_of_its_base(edge: RunningEdge) -> None:
+    path = "tinker://run:train:0/sampler_weights/000080"
+    edge.checkpoints.held[path] = StoredCheckpoint("1", owner="alice")
+    assert edge.sdk().models.retrieve(path).model_dump()["context_length"] == 4096
+    assert edge.sdk().models.retrieve(f"{CHAT}:peft:128;{path}").model_dump()["context_length"] == 128
 
 
 def test_one_model_is_found_by_the_id_as_the_sdk_encodes_it(edge: RunningEdge) -> None:

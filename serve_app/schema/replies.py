@@ -41,11 +41,16 @@ class ChatMessage(TypedDict):
     tool_call_id: None
 
 
-class ModelReply(TypedDict):
-    """An item of GET /models. `context_length` in tokens, prompt and completion."""
+class CheckpointReply(TypedDict):
+    """A checkpoint in GET /models; listing them reads no more than their names, so nobody knows when they were made."""
 
     id: str
     object: str
     created: int
     owned_by: str
+
+
+class ModelReply(CheckpointReply):
+    """A base model in GET /models. `context_length` in tokens, prompt and completion."""
+
     context_length: int
