@@ -16,8 +16,10 @@ class EngineConfig:
     computed per step while nothing is being decoded; `max_step_tokens_decoding`: the same while others decode, which
     bounds how long a prefill can hold up the next token of the others. `adapter_bytes`: budget for the weights of
     loaded adapters; `max_adapters`: how many may be loaded at once; those beyond wait in a fair order. `exact`: results
-    are bit-equal whatever the company and chunking; slow (float32, one thread). `threads` None: the cores this process
-    may use.
+    are bit-equal whatever the company and chunking; float32, and slow where the C kernels do not compute it (one
+    thread). `threads` None: the cores this process may use. `attention`: "native" are the C kernels for Llama-like
+    models on a CPU, built with the machine's compiler into `kernel_cache`; "sdpa" is torch for all models; "auto" the
+    first where it can be had.
     """
 
     source: str
@@ -41,6 +43,7 @@ class EngineConfig:
     adapter_loaders: int = 2
     adapter_load_timeout_s: float = 60.0
     attention: AttentionName = "auto"
+    kernel_cache: str = "~/.cache/roundhouse/kernels"
     exact: bool = False
     threads: int | None = None
     self_test: bool = True

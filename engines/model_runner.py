@@ -14,6 +14,7 @@ from engines.attention.interface import NAME, AttentionBackend, Paged, ShapeProb
 from engines.attention.sdpa import SdpaBackend
 from engines.batch import StepBatch, build_batch
 from engines.block_pool import TRASH_BLOCK
+from engines.config import EngineConfig
 from engines.exact import TILE_ROWS, RowTiles
 from engines.kv_cache import KVCache, LayerShape
 from engines.lora.adaptable import adaptable_targets
@@ -22,6 +23,9 @@ from engines.lora.context import AdapterContext
 from engines.lora.experts import Experts
 from engines.lora.targets import LoraTargets
 from engines.model_loader import LoadedModel
+from engines.native.adapters import NativeAdapters
+from engines.native.decoder import NativeDecoder
+from engines.native.install import install_kernels
 from engines.packed_linear import pack_linears
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.scheduler import Chunk
@@ -40,14 +44,15 @@ class ModelRunner:
 
     repeatable = True
 
-    def __init__(self, loaded: LoadedModel, *, block_size: int, exact: bool) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, threads: int = 1) -> None:
         register()
         self.targets = LoraTargets.of(loaded.model)
         self._model: Any = loaded.model
         self._model.set_attn_implementation(NAME)
         self._device = loaded.device
-        self._block_size = block_size
-        self._exact = exact
+        self._block_size = config.block_size
+        self._exact = False
+        self._native: NativeDecoder | None = None
         self._context = AdapterContext()
         probe = ShapeProbe()
         self._backend: AttentionBackend = probe
@@ -55,7 +60,7 @@ class ModelRunner:
             loaded.model, self.targets, run=lambda: self.forward([_probe_chunk([1])]), num_tokens=_PROBE_TOKENS
         )
         self.shapes: dict[int, LayerShape] = probe.shapes
-        self.adapters = AdapterModules(
+        others = AdapterModules(
             loaded.model,
             self._context,
             adaptable=adaptable,
@@ -63,14 +68,23 @@ class ModelRunner:
             dtype=loaded.dtype,
             device=loaded.device,
         )
-        if exact:
+        self.adapters: AdapterModules | NativeAdapters = others
+        self._native = install_kernels(loaded, probe.attention, config, threads=threads)
+        if self._native is not None:  # exact as they are
+            self.adapters = NativeAdapters(self._native, others, layers="model.layers", head=self.targets.head or "")
+            return
+        self._exact = config.exact
+        if self._exact:
             for path in self.targets.experts:
                 Experts.around(loaded.model, path, self._context, row_multiple=TILE_ROWS)
         if loaded.device.type == "cpu":
-            logger.info("%d linear layers packed for the CPU", pack_linears(loaded.model, tiled=exact))
+            logger.info("%d linear layers packed for the CPU", pack_linears(loaded.model, tiled=self._exact))
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, or make it anew; until then nothing can be run."""
+        if self._native is not None:
+            self._native.allocate(num_blocks)
+            return
         cache = KVCache(self.shapes, num_blocks, self._block_size, self._device)
         self._backend = ExactBackend(cache) if self._exact else SdpaBackend(cache)
 
@@ -97,6 +111,8 @@ class ModelRunner:
 
     def _run(self, batch: StepBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         self._context.set(batch)
+        if self._native is not None:
+            self._native.begin(batch, logit_rows)
         count = logit_rows.shape[0]
         if self._exact:
             logit_rows = F.pad(logit_rows, (0, -count % TILE_ROWS))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from threading import Thread
+from typing import Any
 
 import torch
 
@@ -17,9 +18,8 @@ from engines.config import EngineConfig
 from engines.errors import EngineError, EngineStopped, ModelRefused, QueueFull, RequestRefused
 from engines.kv_cache import blocks_for, free_memory
 from engines.loop import Emit, EngineLoop, Event
-from engines.lora.cache import AdapterCache
-from engines.lora.targets import LoraTargets
-from engines.lora.weights import AdapterWeights, read_adapter
+from engines.lora.cache import AdapterCache, HostAdapter
+from engines.lora.weights import read_adapter
 from engines.model_loader import LoadedModel, load_model
 from engines.model_runner import ModelRunner
 from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink, SamplingParams
@@ -146,7 +146,7 @@ class _Parts:
     """What a started engine is made of."""
 
     loop: EngineLoop
-    adapters: AdapterCache
+    adapters: AdapterCache[Any]
     pool: BlockPool
     facts: ModelFacts
     threads: int
@@ -184,7 +184,7 @@ def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
     with torch.inference_mode():
         loaded = load_model(config)
         test = self_test.prepare(loaded) if config.self_test else None
-        runner = ModelRunner(loaded, block_size=config.block_size, exact=config.exact)
+        runner = ModelRunner(loaded, config, threads=threads)
         if test is not None:
             self_test.check(test, runner, loaded, block_size=config.block_size)
             if config.exact:
@@ -200,8 +200,8 @@ def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
         runner.allocate(num_blocks)
     pool = BlockPool(num_blocks, config.block_size)
     loops: list[EngineLoop] = []
-    adapters = AdapterCache(
-        load=lambda adapter: _read(adapter, runner.targets, config),
+    adapters: AdapterCache[Any] = AdapterCache(
+        load=lambda adapter: _read(adapter, runner, config),
         modules=runner.adapters,
         max_slots=config.max_adapters,
         byte_budget=config.adapter_bytes,
@@ -226,8 +226,11 @@ def _do_nothing(loop: EngineLoop) -> None:
     """A command that only wakes the loop."""
 
 
-def _read(adapter: Adapter, targets: LoraTargets, config: EngineConfig) -> AdapterWeights:
-    return read_adapter(adapter, targets, max_rank=config.max_adapter_rank, max_bytes=config.max_adapter_file_bytes)
+def _read(adapter: Adapter, runner: ModelRunner, config: EngineConfig) -> HostAdapter:
+    """On a loader's thread, whose torch must not take cores from the loop."""
+    torch.set_num_threads(1)
+    limits = {"max_rank": config.max_adapter_rank, "max_bytes": config.max_adapter_file_bytes}
+    return runner.adapters.prepare(read_adapter(adapter, runner.targets, **limits))
 
 
 def _context_length(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -60,14 +60,16 @@ class Paged:
 
 
 class ShapeProbe:
-    """A backend that only notes what the layers look like; its output is zeros."""
+    """A backend that only notes what the layers look like and ask for; its output is zeros."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.attention: dict[int, Attention] = {}
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention, batch: StepBatch
     ) -> torch.Tensor:
+        self.attention[attention.layer] = attention
         self.shapes[attention.layer] = LayerShape(k.shape[1], k.shape[2], v.shape[2], k.dtype)
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 

@@ -4,17 +4,52 @@ On the CPU gathering blocks and packing the query heads of a KV head as rows was
 single slots.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from engines.attention.interface import Attention
-from engines.batch import DecodeRows, StepBatch
+from engines.batch import StepBatch
+from engines.block_pool import TRASH_BLOCK
 from engines.kv_cache import KVCache
+from engines.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens of one sequence in the batch: rows `start` … `start` + `length` - 1.
+
+    `kv_len` counts the sequence's tokens once these are computed, `block_table` [blocks] int64 says where they lie.
+    """
+
+    start: int
+    length: int
+    kv_len: int
+    block_table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows 0 … n-1, one token each. `block_tables` [n, width] int64 ends in trash blocks, `kv_lens` [n] int64."""
+
+    block_tables: torch.Tensor
+    kv_lens: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A batch as this backend reads it, the same for all layers."""
+
+    batch: StepBatch
+    decode: DecodeRows | None
+    spans: tuple[Span, ...]
 
 
 class SdpaBackend:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        self._layout: _Layout | None = None
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention, batch: StepBatch
@@ -22,16 +57,40 @@ class SdpaBackend:
         self._cache.write(attention.layer, k, v, batch.kv_slots, batch.fresh_blocks)
         keys, values = self._cache.k[attention.layer], self._cache.v[attention.layer]
         out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-        if batch.decode is not None:
-            n = batch.decode.kv_lens.shape[0]
-            out[:n] = _decode(q[:n], keys, values, attention, batch.decode)
-        for span in batch.spans:
+        layout = self._layout
+        if layout is None or layout.batch is not batch:
+            layout = self._layout = _lay_out(batch, self._cache.block_size)
+        if layout.decode is not None:
+            n = layout.decode.kv_lens.shape[0]
+            out[:n] = _decode(q[:n], keys, values, attention, layout.decode)
+        for span in layout.spans:
             rows = slice(span.start, span.start + span.length)
             # [blocks, block_size, kv_heads, dim] -> [S, kv_heads, dim]
             k = keys.index_select(0, span.block_table).flatten(0, 1)
             v = values.index_select(0, span.block_table).flatten(0, 1)
             out[rows] = attend_span(q[rows], k, v, span.kv_len - span.length, attention)
         return out
+
+
+def _lay_out(batch: StepBatch, block_size: int) -> _Layout:
+    """One-token rows come first in a batch."""
+    device = batch.token_ids.device
+    rows = [chunk for chunk in batch.chunks if chunk.length == 1]
+    start, spans = len(rows), []
+    for chunk in batch.chunks[len(rows) :]:
+        table = chunk.sequence.blocks[: -(-chunk.end // block_size)]
+        spans.append(Span(start, chunk.length, chunk.end, torch.tensor(table, device=device)))
+        start += chunk.length
+    return _Layout(batch, _decode_rows(rows, block_size, device) if rows else None, tuple(spans))
+
+
+def _decode_rows(rows: list[Chunk], block_size: int, device: torch.device) -> DecodeRows:
+    width = max(-(-row.end // block_size) for row in rows)
+    tables = [row.sequence.blocks[:width] for row in rows]
+    return DecodeRows(
+        block_tables=torch.tensor([table + [TRASH_BLOCK] * (width - len(table)) for table in tables], device=device),
+        kv_lens=torch.tensor([row.end for row in rows], device=device),
+    )
 
 
 def _decode(

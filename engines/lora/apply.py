@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engines.batch import AdapterRows
 from engines.errors import AdapterRefused
-from engines.lora.context import AdapterContext
+from engines.lora.context import AdapterContext, AdapterRows
 from engines.lora.experts import Experts
 from engines.lora.pairs import LoraPair
 from engines.lora.targets import TargetKind
@@ -129,15 +128,24 @@ class AdapterModules:
         self._device = device
         self._pairs: dict[str, Pairs] = {}
 
-    def install(self, slot: int, weights: AdapterWeights) -> None:
-        for path in weights.pairs:
+    def prepare(self, weights: AdapterWeights) -> AdapterWeights:
+        """In the model's dtype and on its device. Safe on any thread. Raises `AdapterRefused` for a module that is not
+        adapted on this model.
+        """
+        pairs: dict[str, LoraPair] = {}
+        for path, pair in weights.pairs.items():
             if path not in self._adaptable:
                 raise AdapterRefused(f"The adapter changes {path!r}, which this engine does not adapt on this model.")
-        for path, pair in weights.pairs.items():
+            A, B = (matrix.to(device=self._device, dtype=self._dtype) for matrix in (pair.A, pair.B))
+            pairs[path] = LoraPair(A, B, pair.scale)
+        nbytes = sum(pair.A.nbytes + pair.B.nbytes for pair in pairs.values())
+        return AdapterWeights(weights.digest, weights.rank, nbytes, pairs)
+
+    def install(self, slot: int, adapter: AdapterWeights) -> None:
+        for path, pair in adapter.pairs.items():
             if path not in self._pairs:
                 self._pairs[path] = self._wrap(path)
-            A, B = (matrix.to(device=self._device, dtype=self._dtype) for matrix in (pair.A, pair.B))
-            self._pairs[path][slot] = LoraPair(A, B, pair.scale)
+            self._pairs[path][slot] = pair
 
     def remove(self, slot: int) -> None:
         for pairs in self._pairs.values():

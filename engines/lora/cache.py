@@ -15,10 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from engines.errors import AdapterError, AdapterRefused, AdapterUnavailable
-from engines.lora.weights import AdapterWeights
 from engines.protocol import Adapter
 
 logger = logging.getLogger(__name__)
@@ -26,11 +25,22 @@ logger = logging.getLogger(__name__)
 _REMEMBERED_REFUSALS = 1024
 
 
-class SlotModules(Protocol):
+class HostAdapter(Protocol):
+    """An adapter in host memory, ready to be put into a slot."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Held = TypeVar("Held", bound=HostAdapter)
+Installed = TypeVar("Installed", bound=HostAdapter, contravariant=True)
+
+
+class SlotModules(Protocol[Installed]):
     """The model's modules, as far as adapters go. Called on the loop's thread only, between steps."""
 
-    def install(self, slot: int, weights: AdapterWeights) -> None:
-        """Raises `AdapterRefused` when the model cannot apply them; then the slot is empty."""
+    def install(self, slot: int, adapter: Installed) -> None:
+        """Raises `AdapterRefused` when the model cannot apply it; then the slot is to be removed."""
 
     def remove(self, slot: int) -> None: ...
 
@@ -50,18 +60,18 @@ class _Queued:
 
 
 @dataclass(slots=True)
-class _Load:
+class _Load(Generic[Held]):
     adapter: Adapter
-    future: "Future[AdapterWeights]"
+    future: "Future[Held]"
     started: float
 
 
 @dataclass(slots=True)
-class AdapterCache:
+class AdapterCache(Generic[Held]):
     """Owned by the loop's thread; `on_loaded` is called from a loader's thread."""
 
-    load: Callable[[Adapter], AdapterWeights]
-    modules: SlotModules
+    load: Callable[[Adapter], Held]
+    modules: SlotModules[Held]
     max_slots: int
     byte_budget: int
     loaders: int
@@ -69,13 +79,13 @@ class AdapterCache:
     on_loaded: Callable[[], object]
     counters: AdapterCounters = field(default_factory=AdapterCounters)
     _executor: ThreadPoolExecutor = field(init=False)
-    _host: "OrderedDict[str, AdapterWeights]" = field(default_factory=OrderedDict)
+    _host: "OrderedDict[str, Held]" = field(default_factory=OrderedDict)
     _slots: "OrderedDict[str, int]" = field(default_factory=OrderedDict)
     _free_slots: list[int] = field(init=False)
     _pins: dict[int, int] = field(default_factory=dict)
     _wants: dict[str, dict[Adapter, int]] = field(default_factory=dict)
     _queue: dict[str, _Queued] = field(default_factory=dict)
-    _loading: dict[str, _Load] = field(default_factory=dict)
+    _loading: dict[str, _Load[Held]] = field(default_factory=dict)
     _refused: "OrderedDict[str, AdapterError]" = field(default_factory=OrderedDict)
     _failed: dict[Adapter, AdapterError] = field(default_factory=dict)
 
@@ -190,7 +200,7 @@ class AdapterCache:
         failed, self._failed = self._failed, {}
         return failed
 
-    def _take_in(self, load: _Load, now: float) -> None:
+    def _take_in(self, load: _Load[Held], now: float) -> None:
         digest = load.adapter.digest
         del self._loading[digest]
         error = load.future.exception()

@@ -4,21 +4,51 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.batch import AdapterRows, StepBatch
+from engines.batch import StepBatch
+from engines.sequence import NO_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The rows that one adapter slot applies to."""
+
+    slot: int
+    rows: torch.Tensor  # [rows] int64
 
 
 @dataclass(slots=True)
 class AdapterContext:
     """Set by the model runner before each forward and read by the wrapped modules; the engine loop's thread owns it.
 
-    `slots` [T] int32: the slot of each row, -1 for none; None when no row has one.
+    `slots` [T] int32: the slot of each row, -1 for none; None when no row has one. `rows`: the same by adapter, and
+    `head_rows` for the rows whose logits are wanted, numbered 0 … R-1.
     """
 
-    rows: tuple[AdapterRows, ...] = ()
-    head_rows: tuple[AdapterRows, ...] = ()
     slots: torch.Tensor | None = None
+    _head_slots: torch.Tensor | None = None
+    _rows: tuple[AdapterRows, ...] | None = ()
+    _head_rows: tuple[AdapterRows, ...] | None = ()
 
     def set(self, batch: StepBatch) -> None:
-        self.rows = batch.adapter_rows
-        self.head_rows = batch.head_adapter_rows
         self.slots = batch.slots
+        self._head_slots = None if batch.slots is None else batch.slots[batch.logit_rows]
+        self._rows = self._head_rows = None
+
+    @property
+    def rows(self) -> tuple[AdapterRows, ...]:
+        if self._rows is None:
+            self._rows = _by_adapter(self.slots)
+        return self._rows
+
+    @property
+    def head_rows(self) -> tuple[AdapterRows, ...]:
+        if self._head_rows is None:
+            self._head_rows = _by_adapter(self._head_slots)
+        return self._head_rows
+
+
+def _by_adapter(slots: torch.Tensor | None) -> tuple[AdapterRows, ...]:
+    if slots is None:
+        return ()
+    present = sorted(set(slots.tolist()) - {NO_SLOT})
+    return tuple(AdapterRows(slot, (slots == slot).nonzero()[:, 0]) for slot in present)

@@ -13,7 +13,7 @@ from engines.attention.interface import Paged
 from engines.batch import StepBatch
 from engines.errors import EngineError
 from engines.native.library import Library, Settings, Step, pointer
-from engines.native.structure import MODULES, DecoderParts, LayerParts
+from engines.native.structure import DecoderParts, LayerParts
 
 ROWS_PER_ITEM = 16
 _ROW_PADDING = 32
@@ -89,7 +89,7 @@ class NativeDecoder(nn.Module):
             raise MemoryError(f"no memory for a KV cache of {num_blocks} blocks")
 
     def begin(self, batch: StepBatch, logit_rows: torch.Tensor) -> None:
-        """`logit_rows` [R]: the rows that the head will see."""
+        """Lay the batch out for the forward that follows. `logit_rows` [R]: the rows that the head will see."""
         self._batch = batch
         self._head_slots = None if batch.slots is None else batch.slots[logit_rows].contiguous()
         self._arrays = _Arrays.of(batch, self._kv_heads, self._block_size)
@@ -205,22 +205,3 @@ def _floats(weight: torch.Tensor) -> torch.Tensor:
 
 def _bias(linear: nn.Linear) -> torch.Tensor:
     return torch.zeros(linear.out_features) if linear.bias is None else _floats(linear.bias)
-
-
-def pack_pair(path: str, a: torch.Tensor, b: torch.Tensor, scale: float, dtype: torch.dtype, layers: str) -> PackedPair:
-    """A pair for the module at `path`, below the list of layers at path `layers`, or for the head."""
-    layer, module = -1, 0
-    if path.startswith(layers + "."):
-        number, *_, name = path[len(layers) + 1 :].split(".")
-        layer, module = int(number), MODULES.index(name)
-    rank = a.shape[0]
-    a, b = a.to(dtype), b.to(dtype)
-    if dtype == torch.bfloat16:
-        if rank % 2:
-            a = torch.cat([a, a.new_zeros(1, a.shape[1])])
-            b = torch.cat([b, b.new_zeros(b.shape[0], 1)], dim=1)
-            rank += 1
-        b = b.view(b.shape[0], rank // 2, 2).transpose(0, 1)
-    else:
-        b = b.t()
-    return PackedPair(layer, module, a.contiguous(), b.contiguous(), rank, scale)
