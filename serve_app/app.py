@@ -4,6 +4,7 @@ Each base model is an application of its own: Serve restarts all deployments of 
 one change, so this way adding or changing a model leaves the others and the ingress alone.
 """
 
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -96,13 +97,16 @@ def _scaling(args: ModelArgs) -> dict[str, object]:
     if counts.min == counts.max:
         return {"num_replicas": counts.max}
     return {
+        # Never twice the same: Serve 2.60 forgets to scale a deployment that is built again without a change, which is
+        # what happens when a failed update is taken back. A changed user_config is handed over, nothing restarts.
+        "user_config": {**args.health.model_dump(), "build": uuid.uuid4().hex},
         "autoscaling_config": {
             "min_replicas": counts.min,
             "max_replicas": counts.max,
             "target_ongoing_requests": args.target_requests,
             "upscale_delay_s": counts.upscale_delay_s,
             "downscale_delay_s": counts.downscale_delay_s,
-        }
+        },
     }
 
 

@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,13 +21,13 @@ import yaml
 
 from serve_app.deploy_config import DEMO_KEY, DeployConfig, require_free
 from serve_app.processes import adopt_orphans, command_line, descendants, end_descendants, end_with_parent
+from serve_app.serve_log import deploy_failure, plain
 
 _POLL_S = 0.25
 _STILL_STARTING_S = 20.0
 _SERVE_GRACE_S = 60.0  # Serve gives itself 30 s to shut down, and Ray some more
 _REST_GRACE_S = 5.0
 _TAIL_LINES = 30
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LaunchFailed(Exception):
@@ -146,13 +145,8 @@ class _Service:
             raise LaunchFailed(f"Ray Serve ended with status {status}. Its last words:\n{_tail(self._log)}")
 
     def _failure(self) -> str | None:
-        """What the controller says of an application that cannot be deployed, without the traceback before it."""
-        for log in self._controller_logs():
-            text = log.read_text(errors="replace")
-            for pattern in _FAILURES:
-                if found := pattern.search(text):
-                    return f"The application {found['app']!r} failed to deploy: {_last_line(found['why'])}"
-        return None
+        failures = (deploy_failure(log.read_text(errors="replace")) for log in self._controller_logs())
+        return next(filter(None, failures), None)
 
     def _controller_logs(self) -> Iterator[Path]:
         """Serve keeps what its controller says in the session folder of Ray, which the daemons have on their command
@@ -167,7 +161,6 @@ class _Service:
 
 _SERVE = "from ray.serve.scripts import cli; cli()"
 _SESSION = "--session-dir="
-_FAILURES = (re.compile(r"Deploying app '(?P<app>[^']+)' failed with exception:\n(?P<why>(?:(?!\w+ \d{4}-).*\n)+)"),)
 
 
 def _readiness(config: DeployConfig) -> str | None:
@@ -201,11 +194,7 @@ def _child_environment() -> dict[str, str]:
 
 
 def _tail(log: Path) -> str:
-    return "\n".join(_ANSI.sub("", log.read_text(errors="replace")).splitlines()[-_TAIL_LINES:])
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    return "\n".join(plain(log.read_text(errors="replace")).splitlines()[-_TAIL_LINES:])
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from engines.config import AttentionName, DType, EngineConfig
 from engines.fake import FakeConfig
 from serve_app.config import Count, Seconds, Text, Tokens
 from serve_app.errors import ConfigRefused
-from serve_app.paths import resolve_source
+from serve_app.paths import resolve_path, resolve_source
 from serve_app.sentence import Complaint, explain
 
 Bytes = Annotated[int, Field(ge=1)]
@@ -76,10 +76,13 @@ class FakeSettings(_Section):
 
 
 class HealthLimits(_Section):
-    """The `user_config` of a model's engine deployment: how long without progress is too long."""
+    """The `user_config` of a model's engine deployment: how long without progress is too long. `build` says nothing: it
+    makes one build of the application differ from the next (`app.py`).
+    """
 
     stalled_after_s: Seconds = 30.0
     restart_after_s: Seconds = 300.0
+    build: str = ""
 
 
 class ModelArgs(_Section):
@@ -117,6 +120,7 @@ class ModelArgs(_Section):
     adapter_loaders: Count = 2
     adapter_load_timeout_s: Seconds = 60.0
     attention: AttentionName = "auto"
+    kernel_cache: Text = "~/.cache/roundhouse/kernels"
     exact: bool = False
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     self_test: bool = True
@@ -133,11 +137,13 @@ class ModelArgs(_Section):
 
     def engine_config(self) -> EngineConfig:
         """Raises `ConfigRefused` where two settings do not go together."""
-        names = [field.name for field in dataclasses.fields(EngineConfig) if field.name not in ("source", "device")]
+        names = {field.name for field in dataclasses.fields(EngineConfig)} & type(self).model_fields.keys()
         settings = {name: getattr(self, name) for name in names}
-        device = "cuda" if self.gpus_per_replica else "cpu"
+        settings["source"] = resolve_source(self.source)
+        settings["kernel_cache"] = resolve_path(self.kernel_cache)
+        settings["device"] = "cuda" if self.gpus_per_replica else "cpu"
         try:
-            return EngineConfig(source=resolve_source(self.source), device=device, **settings)
+            return EngineConfig(**settings)
         except ValueError as exc:
             raise ConfigRefused(str(exc)) from exc
 

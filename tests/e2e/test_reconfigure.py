@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import Json, Service, eventually
-from service_config import MODEL
+from service_config import MODEL, SLEEPY
 
 
 def changed(service: Service) -> tuple[Json, Json]:
@@ -56,7 +56,7 @@ def test_requests_under_way_finish_when_their_model_is_replaced(service):
     eventually(lambda: service.is_ready() and pids(service) != before)
 
 
-def test_an_error_in_the_arguments_of_a_model_is_one_readable_sentence(service):
+def test_an_error_in_the_arguments_of_a_model_is_one_readable_sentence_and_is_corrected_without_a_trace(service):
     from ray import serve
 
     config = copy.deepcopy(service.config)
@@ -66,3 +66,7 @@ def test_an_error_in_the_arguments_of_a_model_is_one_readable_sentence(service):
     message = serve.status().applications["sleepy"].message
     assert message.splitlines()[-1] == "max_runing is not a known key, got 3."
     assert "Traceback" not in message
+    service.deploy(service.config)
+    eventually(lambda: serve.status().applications["sleepy"].status == "RUNNING")
+    reply = service.sdk(timeout=30).completions.create(model=SLEEPY, prompt="x", max_tokens=2)
+    assert reply.usage.completion_tokens == 2

@@ -1,0 +1,78 @@
+"""The ingress deployment: the HTTP application in a Serve replica, and its way to models and checkpoints."""
+
+import asyncio
+import logging
+
+import ray
+from starlette.applications import Starlette
+
+from serve_app.api_config import ApiArgs
+from serve_app.channel import Listener
+from serve_app.checkpoints import CheckpointStore
+from serve_app.config import CheckpointsConfig
+from serve_app.http_app import build_http_app
+from serve_app.logs import join_serve_logs
+from serve_app.metrics import IngressMetrics
+from serve_app.model_watch import ModelWatch
+from serve_app.paths import resolve_path
+from serve_app.ray_replicas import RayReplicas, read_statuses
+from serve_app.roster import ROSTER
+from serve_app.service import Service
+
+logger = logging.getLogger(__name__)
+
+_OLD_STORE_S = 120.0  # longer than any request waits for a checkpoint
+
+
+class Ingress:
+    """Serve constructs it, asks it for its ASGI application, hands it its `user_config`, and drains it before it stops
+    it (`graceful_shutdown_timeout_s`).
+    """
+
+    def __init__(self, args: ApiArgs) -> None:
+        join_serve_logs()
+        self._args = args
+        self._watch = ModelWatch(ROSTER, read_statuses)
+        self._listener: Listener | None = None
+        self._store: CheckpointStore | None = None
+
+    async def __serve_build_asgi_app__(self) -> Starlette:
+        if self._args.transport == "channel":
+            host = self._args.channel_host or ray.util.get_node_ip_address()
+            self._listener = await Listener.start(host)
+            logger.info("Tokens arrive at %s:%d.", host, self._listener.endpoint.port)
+        self._watch.start()
+        timeout_s = self._args.no_replica_timeout_s
+        self._replicas = RayReplicas(self._watch, self._listener, no_replica_timeout_s=timeout_s)
+        self._service = Service(self._replicas, self._open_store, recorder=IngressMetrics())
+        return build_http_app(self._service)
+
+    async def reconfigure(self, user_config: object) -> None:
+        """Never raises: Serve would take the ingress down."""
+        await self._service.reconfigure(user_config)
+        # The first question starts what answers it, so that readiness is known before anybody asks.
+        await self._replicas.readiness({model.config.app for model in self._service.settings.catalog.models.values()})
+
+    async def __del__(self) -> None:
+        """Serve awaits this once the requests are finished or out of time."""
+        await self._replicas.close()
+        await self._watch.close()
+        if self._listener is not None:
+            await self._listener.close()
+        self._service.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _open_store(self, config: CheckpointsConfig) -> CheckpointStore:
+        """Raises `ConfigRefused`."""
+        cache = config.cache_directory
+        store = CheckpointStore(
+            [resolve_path(root) for root in config.roots],
+            cache_directory=None if cache is None else resolve_path(cache),
+            cache_bytes=config.cache_bytes,
+        )
+        if self._store is not None:
+            # Requests that began with it are still looking their checkpoints up.
+            asyncio.get_running_loop().call_later(_OLD_STORE_S, self._store.close)
+        self._store = store
+        return store

@@ -1,0 +1,38 @@
+"""What the log of Serve's controller says of an application that cannot be deployed, without the traceback."""
+
+import re
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_STAMP = r"^[A-Z]+ \d{4}-\d\d-\d\d "
+# An entry: its first line, and lines without a level and date of their own.
+_ENTRY = re.compile(rf"{_STAMP}[^\n]*? -- (?P<text>.*?)(?={_STAMP}|\Z)", re.M | re.S)
+_BUILD = re.compile(r"Deploying app '(?P<app>[^']+)' failed with exception:\n(?P<why>.+)", re.S)
+_REPLICA = re.compile(r"Exception in Replica\(.*?app='(?P<app>[^']+)'\)[^\n]*\n(?P<why>.+)", re.S)
+_GIVEN_UP = "Failed to update the deployments"
+_EXCEPTION = re.compile(r"[\w.]+: ")
+
+
+def plain(text: str) -> str:
+    """Without the colours that Ray writes."""
+    return _ANSI.sub("", text)
+
+
+def deploy_failure(log: str) -> str | None:
+    """One sentence on the first application that Serve has given up, None while there is none.
+
+    A replica that fails to start is tried again a few times; that alone is no failure.
+    """
+    last_exception = None
+    for entry in _ENTRY.finditer(plain(log)):
+        text = entry["text"]
+        if found := _BUILD.match(text):
+            return _sentence(found)
+        last_exception = _REPLICA.match(text) or last_exception
+        if text.startswith(_GIVEN_UP) and last_exception is not None:
+            return _sentence(last_exception)
+    return None
+
+
+def _sentence(found: "re.Match[str]") -> str:
+    last = next(line.strip() for line in reversed(found["why"].splitlines()) if line.strip())
+    return f"The application {found['app']!r} failed to deploy: {_EXCEPTION.sub('', last, count=1)}"
