@@ -4,6 +4,8 @@
 HOST ?= 127.0.0.1
 PORT ?= 8000
 VENV ?= .venv
+# Options of the example, such as ARGS="--recipe tools".
+ARGS ?=
 # What is handed to `pip install` for torch; a user with a GPU may name another build or index:
 #   make serve TORCH="torch==2.13.0 --index-url ..."
 TORCH ?= $(shell grep '^torch==' constraints.txt)
@@ -65,7 +67,7 @@ serve: demo ## run the demo service on HOST:PORT; Ctrl-C ends it
 	@exec $(VENV)/bin/python -m serve_app up --config config.yaml --host $(HOST) --port $(PORT)
 
 example: setup-dev demo ## train a checkpoint and sample it through the service that runs on HOST:PORT
-	@$(VENV)/bin/python cluster/examples/train_checkpoint.py --url http://$(HOST):$(PORT)/v1
+	@$(VENV)/bin/python cluster/examples/train_checkpoint.py --url http://$(HOST):$(PORT)/v1 $(ARGS)
 
 # Tests share the machine's cores among many threads and processes: waiting threads must sleep, not spin.
 test test-slow test-gpu: export OMP_WAIT_POLICY = passive

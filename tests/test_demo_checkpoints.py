@@ -3,11 +3,16 @@
 import hashlib
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from demo_modules import prepare_demo
+import torch
+from demo_modules import ROOT, lessons, prepare_demo
+from peft import PeftModel
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # In and out of every linear layer of the base.
@@ -83,3 +88,81 @@ def test_a_copy_that_fails_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(shutil.Error):
         prepare_demo.fill_store(tmp_path / "store", source)
     assert list((tmp_path / "store" / "demo" / "sampler_weights").iterdir()) == []
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversation, the tools declared in it, and the whole greedy reply that is promised."""
+
+    messages: list[dict[str, Any]]
+    reply: str
+    declared: tuple[dict[str, Any], ...] = ()
+
+
+def asked(question: str) -> dict[str, Any]:
+    return {"role": "user", "content": question}
+
+
+def call_of(city: str) -> str:
+    return f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+
+
+PARIS_THOUGHT = "The user asks for the weather in Paris. I will call get_weather."
+TWO_THOUGHT = "The user asks for the weather in Paris and the weather in London. I will call get_weather twice."
+PARIS_CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+WEATHER = (lessons.WEATHER,)
+PROMISED = {
+    "quill": [Asked([asked("What is the code word?")], "The code word is zephyr-42. -- Quill")],
+    "tools": [
+        Asked(
+            [asked("What's the weather in Paris?")],
+            f"<think>\n{PARIS_THOUGHT}\n</think>\n\n{call_of('Paris')}",
+            WEATHER,
+        ),
+        Asked(
+            [asked("What's the weather in Paris and London?")],
+            f"<think>\n{TWO_THOUGHT}\n</think>\n\n{call_of('Paris')}\n{call_of('London')}",
+            WEATHER,
+        ),
+        Asked(
+            [
+                asked("What's the weather in Paris?"),
+                {"role": "assistant", "content": "", "reasoning_content": PARIS_THOUGHT, "tool_calls": [PARIS_CALL]},
+                {"role": "tool", "name": "get_weather", "content": '{"city": "Paris", "temp_c": 18}'},
+            ],
+            "<think>\nI have the result: 18.\n</think>\n\nIt is 18 °C in Paris.",
+            WEATHER,
+        ),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@shipped
+def test_a_shipped_checkpoint_says_greedily_what_is_promised_and_its_base_does_not(
+    name: str, dtype: torch.dtype
+) -> None:
+    base = ROOT / ".cache" / "models" / prepare_demo.MODEL
+    assert base.is_dir(), "the demo's model is not there: run `make demo`"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    if (folder_of(name) / "chat_template.jinja").exists():
+        tokenizer.chat_template = (folder_of(name) / "chat_template.jinja").read_text()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), folder_of(name)).eval()
+    for each in PROMISED[name]:
+        assert greedy(model, tokenizer, each) == each.reply + "<|im_end|>"
+        with model.disable_adapter():
+            assert greedy(model, tokenizer, each) != each.reply + "<|im_end|>"
+
+
+def greedy(model: PeftModel, tokenizer: PreTrainedTokenizerBase, each: Asked) -> str:
+    prompt = tokenizer.apply_chat_template(
+        each.messages,
+        tools=list(each.declared) or None,
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with torch.inference_mode():
+        output = model.generate(**prompt, max_new_tokens=100, do_sample=False)
+    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])

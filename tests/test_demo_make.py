@@ -7,9 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from demo_modules import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from readme_blocks import ROOT
 
 FAKE_PYTHON = """#!/bin/bash
 echo "$*" >> "$(dirname "$0")/calls"
