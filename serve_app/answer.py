@@ -1,37 +1,33 @@
 """An answer under way: a generation, what its tokens mean, and how they are shown."""
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import ParamSpec, TypeVar
 
 from engines.protocol import GenerateRequest, TokenDelta
 from serve_app.catalog import Catalog, Target
 from serve_app.chunks import Chunks, ReplyHead
 from serve_app.config import LimitsConfig
 from serve_app.generation import Generation, Replicas
-from serve_app.response import Part, Reply, WholeReply, fold
+from serve_app.response import Part, Reply, Scored, fold
 from serve_app.tool_check import ToolCheck
 from serve_app.validate import ReplyOptions
+from serve_app.workers import Workers
 
-_INLINE_CHARACTERS = 2000  # rendering and tokenising more than this takes milliseconds: off the event loop
 _AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What answering takes: the catalogue and limits of one configuration, and whatever runs the engines."""
+    """What answering takes: the catalogue and limits of one configuration, whatever runs the engines, and threads."""
 
     catalog: Catalog
     limits: LimitsConfig
     replicas: Replicas
+    workers: Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +42,7 @@ class Answer:
     reply: Reply
     chunks: Chunks
     tool_check: ToolCheck
+    workers: Workers
     preface: Callable[[TokenDelta], Part] | None = None
 
     async def parts(self) -> AsyncGenerator[Part, None]:
@@ -58,14 +55,19 @@ class Answer:
                     self.tool_check.finish()
                 yield part
 
-    async def whole(self) -> WholeReply:
+    async def shown(self, part: Part) -> bytes:
+        """The events of a part that may be long."""
+        return await self.workers.run(_scores_us(part.scored), self.chunks.part, part)
+
+    async def whole(self) -> bytes:
+        """The reply as one body."""
         async with aclosing(self._unchecked()) as parts:
             reply = await fold(parts)
         self.reply.correct(reply)
         for call in reply.tool_calls:
             self.tool_check.see(call)
         self.tool_check.finish()
-        return reply
+        return await self.workers.run(_scores_us(reply.scored), self.chunks.whole, reply, self.reply.usage)
 
     async def _unchecked(self) -> AsyncGenerator[Part, None]:
         delta = self.generation.first
@@ -73,10 +75,18 @@ class Answer:
             yield self.preface(delta)
         while True:
             part = self.reply.feed(delta)
-            yield part
             if part.finish_reason is not None:
+                await self.generation.close()  # before the last part is sent: the client may take its time
+                yield part
                 return
+            yield part
             delta = await self.generation.next()
+
+
+def _scores_us(scored: Sequence[Scored]) -> float:
+    """Microseconds to write log-probabilities out, roughly."""
+    alternatives = len(scored[-1].logprob.top) if scored and scored[-1].logprob is not None else 0
+    return len(scored) * (4 + 2 * alternatives)
 
 
 def new_head(prefix: str, target: Target, options: ReplyOptions, prompt_token_ids: tuple[int, ...] | None) -> ReplyHead:
@@ -90,10 +100,3 @@ def affinity_of(cache_key: str, request: GenerateRequest) -> str:
         return f"key:{cache_key}"
     beginning = repr(request.prompt_token_ids[:_AFFINITY_TOKENS])
     return "prompt:" + blake2b(beginning.encode(), digest_size=16).hexdigest()
-
-
-async def offloaded(num_characters: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function whose time grows with the text: in a thread, unless there is little text."""
-    if num_characters <= _INLINE_CHARACTERS:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)

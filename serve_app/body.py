@@ -5,7 +5,6 @@ repeated in an object the last one wins, as in most JSON readers.
 """
 
 import asyncio
-from concurrent.futures import Executor
 
 from pydantic_core import from_json
 from starlette.types import Receive
@@ -13,14 +12,13 @@ from starlette.types import Receive
 from serve_app.config import LimitsConfig
 from serve_app.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
 from serve_app.exchange import ClientLeft, Exchange
+from serve_app.workers import Workers
 
 JsonObject = dict[str, object]
 
-_THREAD_BYTES = 128 * 1024  # a longer body takes milliseconds to parse
 
-
-async def read_json(exchange: Exchange, limits: LimitsConfig, big_bodies: Executor) -> JsonObject:
-    """Read and parse the body. `big_bodies` parses those that take long; one thread bounds what they use together.
+async def read_json(exchange: Exchange, limits: LimitsConfig, workers: Workers) -> JsonObject:
+    """Read and parse the body.
 
     Raises `UnsupportedMediaType`, `BodyTooLarge`, `InvalidRequest`, or `ClientLeft`.
     """
@@ -38,9 +36,8 @@ async def read_json(exchange: Exchange, limits: LimitsConfig, big_bodies: Execut
     except TimeoutError as exc:
         exchange.extra_headers["connection"] = "close"
         raise InvalidRequest(f"The request body did not arrive within {limits.body_timeout_s:g} s.") from exc
-    if len(content) < _THREAD_BYTES:
-        return parse_object(content)
-    return await asyncio.get_running_loop().run_in_executor(big_bodies, parse_object, content)
+    exchange.body_bytes = len(content)
+    return await workers.run(len(content) / 40, parse_object, content)
 
 
 def check_media_type(exchange: Exchange) -> None:

@@ -87,6 +87,11 @@ class Catalog:
         self._known_as = {name: model for model in models.values() for name in _names(model)}
         self._renderers: OrderedDict[tuple[str, str], Renderer] = OrderedDict()
 
+    @property
+    def longest_context(self) -> int:
+        """Of all models and variants, in tokens."""
+        return max((length for model in self.models.values() for length in model.context_lengths), default=0)
+
     def visible_to(self, caller: Caller) -> list[ServedModel]:
         return [model for model in self.models.values() if _may_use(caller, model)]
 

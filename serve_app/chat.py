@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from renderers.messages import Conversation
-from serve_app.answer import Answer, Edge, affinity_of, new_head, offloaded
+from serve_app.answer import Answer, Edge, affinity_of, new_head
 from serve_app.body import JsonObject
 from serve_app.chunks import ChatChunks
 from serve_app.exchange import Exchange
@@ -12,6 +12,7 @@ from serve_app.generation import opened
 from serve_app.response import Reply, TextReader
 from serve_app.schema.chat import ChatBody
 from serve_app.schema.sampling import parse_body
+from serve_app.sizes import check_sizes
 from serve_app.tool_check import ToolCheck
 from serve_app.validate import ChatRequest, generate_request, validate_chat
 
@@ -19,12 +20,13 @@ from serve_app.validate import ChatRequest, generate_request, validate_chat
 @asynccontextmanager
 async def open_chat(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIterator[Answer]:
     """Raises a `RequestError`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before it yields."""
-    body = parse_body(ChatBody, raw)
+    check_sizes(raw, edge.limits, edge.catalog.longest_context)
+    body = await edge.workers.run(exchange.body_bytes / 20, parse_body, ChatBody, raw)
     exchange.ignored_fields = body.ignored_fields()
     target = await edge.catalog.resolve(body.model, exchange.caller)
-    request = validate_chat(body, target, edge.limits)
+    request = await edge.workers.run(exchange.body_bytes / 20, validate_chat, body, target, edge.limits)
     exchange.record.about(target, streamed=request.options.stream)
-    prompt = await offloaded(_size(request.conversation), request.renderer.render, request.conversation)
+    prompt = await edge.workers.run(_render_us(request.conversation), request.renderer.render, request.conversation)
     head = new_head("chatcmpl", target, request.options, prompt.token_ids)
     generate = generate_request(request, prompt.token_ids, target, exchange.caller, request_id=head.id)
     reply = Reply(
@@ -37,15 +39,15 @@ async def open_chat(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIte
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
     async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
         chunks, check = ChatChunks(head, target.model.table), ToolCheck(request.tool_rules)
-        yield Answer(request.options.stream, generation, reply, chunks, check)
+        yield Answer(request.options.stream, generation, reply, chunks, check, edge.workers)
 
 
 def _stop_strings(request: ChatRequest) -> tuple[str, ...]:
     return (*request.options.stop_strings, *request.renderer.stop_strings)
 
 
-def _size(conversation: Conversation) -> int:
-    """Characters to render, roughly."""
+def _render_us(conversation: Conversation) -> float:
+    """Microseconds to render and tokenise, roughly: one per character."""
     texts = sum(len(message.text) + len(message.reasoning or "") for message in conversation.messages)
     calls = sum(len(call.arguments) for message in conversation.messages for call in message.tool_calls)
     return texts + calls + sum(200 + 100 * len(tool.parameters) for tool in conversation.tools)

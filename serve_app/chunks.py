@@ -4,21 +4,18 @@ A chunk is put together from a head that is the same for the whole stream and th
 every token. All of it is ASCII, since some readers of server-sent events end lines at U+2028 and its like.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from renderers.detokenize import TokenTable
 from renderers.messages import ToolCall
-from serve_app.logprobs import ChatLogprob, TextLogprobs, chat_logprob, text_logprobs
+from serve_app.logprobs import chat_logprobs, encoded, quoted, text_logprobs
 from serve_app.response import Part, Scored, Usage, WholeReply
 from serve_app.schema.replies import ChatMessage, ToolCallReply, UsageReply
 from serve_app.validate import ReplyOptions
 
 _END = b"data: [DONE]\n\n"
-_quoted = json.encoder.encode_basestring_ascii
-_compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class Chunks(Protocol):
     def end(self, usage: Usage) -> bytes:
         """The events after the last part."""
 
-    def whole(self, reply: WholeReply, usage: Usage) -> dict[str, object]:
+    def whole(self, reply: WholeReply, usage: Usage) -> bytes:
         """The body of a reply that is not streamed."""
 
 
@@ -80,7 +77,7 @@ class ChatChunks:
     def end(self, usage: Usage) -> bytes:
         return _usage_event(self._head, "chat.completion.chunk", usage) + _END
 
-    def whole(self, reply: WholeReply, usage: Usage) -> dict[str, object]:
+    def whole(self, reply: WholeReply, usage: Usage) -> bytes:
         message: ChatMessage = {
             "role": "assistant",
             "content": reply.text or None,
@@ -89,32 +86,31 @@ class ChatChunks:
             "tool_calls": [_call(call) for call in reply.tool_calls] or None,
             "tool_call_id": None,
         }
-        logprobs = None if self._head.options.logprobs is None else {"content": self._logprobs(reply.scored)}
-        choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": logprobs}
+        logprobs = self._logprobs(reply.scored)
+        choice = f'"message":{encoded(message)},"finish_reason":"{reply.finish_reason}","logprobs":{logprobs}'
         return _whole(self._head, "chat.completion", choice, reply, usage)
 
     def _event(self, choice: str) -> bytes:
         return f"{self._before_delta}{choice}{self._after}".encode("ascii")
 
     def _delta(self, part: Part) -> str:
-        text = _quoted(part.text) if part.text else "null"
-        reasoning = _quoted(part.reasoning) if part.reasoning else "null"
+        text = quoted(part.text) if part.text else "null"
+        reasoning = quoted(part.reasoning) if part.reasoning else "null"
         if not part.tool_calls:
             return f'{{"content":{text},"reasoning_content":{reasoning}}}'
         calls = []
         for call in part.tool_calls:
             calls.append({"index": self._num_calls, **_call(call)})
             self._num_calls += 1
-        return f'{{"content":{text},"reasoning_content":{reasoning},"tool_calls":{_compact(calls)}}}'
+        return f'{{"content":{text},"reasoning_content":{reasoning},"tool_calls":{encoded(calls)}}}'
 
     def _extras(self, part: Part) -> str:
-        logprobs = "null"
-        if self._head.options.logprobs is not None:
-            logprobs = _compact({"content": self._logprobs(part.scored)})
-        return f'"logprobs":{logprobs}{_ids_field(self._head, part.token_ids, is_first=False)}'
+        return f'"logprobs":{self._logprobs(part.scored)}{_ids_field(self._head, part.token_ids, is_first=False)}'
 
-    def _logprobs(self, scored: Sequence[Scored]) -> list[ChatLogprob]:
-        return [chat_logprob(entry.logprob, self._table) for entry in scored if entry.logprob is not None]
+    def _logprobs(self, scored: Sequence[Scored]) -> str:
+        if self._head.options.logprobs is None:
+            return "null"
+        return f'{{"content":{chat_logprobs([s.logprob for s in scored if s.logprob is not None], self._table)}}}'
 
 
 class TextChunks:
@@ -138,23 +134,24 @@ class TextChunks:
             return b""
         finish = f'"{part.finish_reason}"' if is_last else "null"
         extras = self._extras(part) if self._has_extras else '"logprobs":null'
-        return f'{self._before_text}{_quoted(part.text)},"finish_reason":{finish},{extras}{self._after}'.encode("ascii")
+        return f'{self._before_text}{quoted(part.text)},"finish_reason":{finish},{extras}{self._after}'.encode("ascii")
 
     def end(self, usage: Usage) -> bytes:
         return _usage_event(self._head, "text_completion", usage) + _END
 
-    def whole(self, reply: WholeReply, usage: Usage) -> dict[str, object]:
-        logprobs = None if self._head.options.logprobs is None else self._logprobs(reply.scored)
-        choice = {"index": 0, "text": reply.text, "finish_reason": reply.finish_reason, "logprobs": logprobs}
+    def whole(self, reply: WholeReply, usage: Usage) -> bytes:
+        text, logprobs = quoted(reply.text), self._logprobs(reply.scored)
+        choice = f'"text":{text},"finish_reason":"{reply.finish_reason}","logprobs":{logprobs}'
         return _whole(self._head, "text_completion", choice, reply, usage)
 
     def _extras(self, part: Part) -> str:
-        logprobs = "null" if self._head.options.logprobs is None else _compact(self._logprobs(part.scored))
         ids = _ids_field(self._head, part.token_ids, is_first=self._is_first)
         self._is_first = False
-        return f'"logprobs":{logprobs}{ids}'
+        return f'"logprobs":{self._logprobs(part.scored)}{ids}'
 
-    def _logprobs(self, scored: Sequence[Scored]) -> TextLogprobs:
+    def _logprobs(self, scored: Sequence[Scored]) -> str:
+        if self._head.options.logprobs is None:
+            return "null"
         return text_logprobs(
             [entry.logprob for entry in scored],
             [entry.token_id for entry in scored],
@@ -164,8 +161,12 @@ class TextChunks:
 
 
 def _before_choice(head: ReplyHead, kind: str) -> str:
+    return f"data: {_about(head, kind)}"
+
+
+def _about(head: ReplyHead, kind: str) -> str:
     about = {"id": head.id, "object": kind, "created": head.created, "model": head.model}
-    return f'data: {_compact(about)[:-1]},"choices":['
+    return f'{encoded(about)[:-1]},"choices":['
 
 
 def _after_choice(options: ReplyOptions) -> str:
@@ -175,25 +176,21 @@ def _after_choice(options: ReplyOptions) -> str:
 def _usage_event(head: ReplyHead, kind: str, usage: Usage) -> bytes:
     if not head.options.include_usage:
         return b""
-    return f'{_before_choice(head, kind)}],"usage":{_compact(_usage(usage))}}}\n\n'.encode("ascii")
+    return f'{_before_choice(head, kind)}],"usage":{encoded(_usage(usage))}}}\n\n'.encode("ascii")
 
 
 def _ids_field(head: ReplyHead, token_ids: Sequence[int], *, is_first: bool) -> str:
     if not head.options.return_token_ids:
         return ""
-    ids = f',"token_ids":{_compact(token_ids)}'
+    ids = f',"token_ids":{encoded(token_ids)}'
     if is_first and head.prompt_token_ids is not None:
-        ids += f',"prompt_token_ids":{_compact(head.prompt_token_ids)}'
+        ids += f',"prompt_token_ids":{encoded(head.prompt_token_ids)}'
     return ids
 
 
-def _whole(head: ReplyHead, kind: str, choice: dict[str, object], reply: WholeReply, usage: Usage) -> dict[str, object]:
-    if head.options.return_token_ids:
-        choice["token_ids"] = reply.token_ids
-        if head.prompt_token_ids is not None:
-            choice["prompt_token_ids"] = head.prompt_token_ids
-    about = {"id": head.id, "object": kind, "created": head.created, "model": head.model}
-    return {**about, "choices": [choice], "usage": _usage(usage)}
+def _whole(head: ReplyHead, kind: str, choice: str, reply: WholeReply, usage: Usage) -> bytes:
+    ids = _ids_field(head, reply.token_ids, is_first=True)
+    return f'{_about(head, kind)}{{"index":0,{choice}{ids}}}],"usage":{encoded(_usage(usage))}}}'.encode("ascii")
 
 
 def _usage(usage: Usage) -> UsageReply:

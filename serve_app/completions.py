@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from serve_app.answer import Answer, Edge, affinity_of, new_head, offloaded
+from serve_app.answer import Answer, Edge, affinity_of, new_head
 from serve_app.body import JsonObject
 from serve_app.catalog import Target
 from serve_app.chunks import TextChunks
@@ -13,19 +13,22 @@ from serve_app.prompt import PromptTokens, detokenize, tokenize
 from serve_app.response import PlainParser, Reply, TextReader
 from serve_app.schema.completion import CompletionBody
 from serve_app.schema.sampling import parse_body
+from serve_app.sizes import check_sizes
 from serve_app.tool_check import ToolCheck
 from serve_app.validate import CompletionRequest, ToolRules, generate_request, validate_completion
+from serve_app.workers import Workers
 
 
 @asynccontextmanager
 async def open_completion(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIterator[Answer]:
     """Raises a `RequestError`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before it yields."""
-    body = parse_body(CompletionBody, raw)
+    check_sizes(raw, edge.limits, edge.catalog.longest_context)
+    body = await edge.workers.run(exchange.body_bytes / 40, parse_body, CompletionBody, raw)
     exchange.ignored_fields = body.ignored_fields()
     target = await edge.catalog.resolve(body.model, exchange.caller)
     request = validate_completion(body, target, edge.limits)
     exchange.record.about(target, streamed=request.options.stream)
-    prompt = await _prompt(request, target)
+    prompt = await _prompt(request, target, edge.workers)
     head = new_head("cmpl", target, request.options, None if request.from_chunks else prompt.token_ids)
     generate = generate_request(request, prompt.token_ids, target, exchange.caller, request_id=head.id)
     reader = TextReader(
@@ -39,12 +42,13 @@ async def open_completion(edge: Edge, exchange: Exchange, raw: JsonObject) -> As
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
     async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
         preface = prompt.echo if request.echo else None
-        yield Answer(request.options.stream, generation, reply, chunks, ToolCheck(ToolRules()), preface)
+        check = ToolCheck(ToolRules())
+        yield Answer(request.options.stream, generation, reply, chunks, check, edge.workers, preface)
 
 
-async def _prompt(request: CompletionRequest, target: Target) -> PromptTokens:
+async def _prompt(request: CompletionRequest, target: Target, workers: Workers) -> PromptTokens:
     if isinstance(request.prompt, str):
-        return await offloaded(len(request.prompt), tokenize, request.prompt, target.model)
+        return await workers.run(len(request.prompt), tokenize, request.prompt, target.model)
     if request.echo:
-        return await offloaded(4 * len(request.prompt), detokenize, request.prompt, target.model.table)
+        return await workers.run(4 * len(request.prompt), detokenize, request.prompt, target.model.table)
     return PromptTokens(request.prompt)

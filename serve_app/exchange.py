@@ -30,6 +30,7 @@ class Exchange:
     record: RequestRecord
     started_at: float
     authenticated: Caller | None = None
+    body_bytes: int = 0
     ignored_fields: tuple[str, ...] = ()
     response_started: bool = False
     extra_headers: dict[str, str] = field(default_factory=dict)
@@ -55,7 +56,10 @@ class Exchange:
         return time.monotonic() - self.started_at
 
     async def send_json(self, status: int, body: object, headers: Mapping[str, str] | None = None) -> None:
-        content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        await self.send_content(status, json.dumps(body, allow_nan=False, separators=(",", ":")).encode(), headers)
+
+    async def send_content(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """JSON that is written out already."""
         about = {"content-type": "application/json", "content-length": str(len(content))}
         await self.start(status, about | dict(headers or {}))
         await self.send({"type": "http.response.body", "body": content})

@@ -24,7 +24,7 @@ class Replicas(Protocol):
 
 
 class Generation:
-    """A generation whose first delta has come. Whoever opened it closes it."""
+    """A generation whose first delta has come."""
 
     def __init__(self, first: TokenDelta, rest: AsyncGenerator[TokenDelta, None]) -> None:
         self.first = first
@@ -36,6 +36,10 @@ class Generation:
             return await anext(self._rest)
         except StopAsyncIteration as exc:
             raise ReplicaLost("The replica ended the stream without a finish reason.") from exc
+
+    async def close(self) -> None:
+        """End it; idempotent."""
+        await self._rest.aclose()
 
 
 @asynccontextmanager

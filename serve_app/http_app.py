@@ -100,9 +100,9 @@ class Handlers:
 
     async def _generate(self, exchange: Exchange, open_answer: OpenAnswer) -> None:
         service, settings = self._service, self._service.settings
-        edge = Edge(settings.catalog, settings.limits, service.replicas)
+        edge = Edge(settings.catalog, settings.limits, service.replicas, service.workers)
         with service.limiter.admit(exchange.caller) as lease:
-            raw = await read_json(exchange, settings.limits, service.big_bodies)
+            raw = await read_json(exchange, settings.limits, service.workers)
             async with ClientWatch(exchange), _time_limit(settings.limits.total_timeout_s), AsyncExitStack() as stack:
                 try:
                     answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
@@ -119,8 +119,7 @@ class Handlers:
         if answer.stream:
             await send_answer(exchange, answer, self._service.keep_alive_s)
             return
-        whole = await answer.whole()
-        await exchange.send_json(200, answer.chunks.whole(whole, answer.reply.usage))
+        await exchange.send_content(200, await answer.whole())
 
 
 class _Endpoint:

@@ -1,12 +1,17 @@
-"""Log-probabilities as each endpoint shows them."""
+"""Log-probabilities as each endpoint shows them, in JSON."""
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 from engines.protocol import TokenLogprob
 from renderers.detokenize import TokenTable
 
-_LEAST = -9999.0  # JSON has no infinity
+_LEAST = -9999.0
+
+quoted = json.encoder.encode_basestring_ascii
+encoded = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 class ChatTop(TypedDict):
@@ -19,44 +24,43 @@ class ChatLogprob(ChatTop):
     top_logprobs: list[ChatTop]
 
 
-class TextLogprobs(TypedDict):
-    """Parallel lists, one entry per token."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-def chat_logprob(found: TokenLogprob, table: TokenTable) -> ChatLogprob:
-    sampled = _chat_top(found.token_id, found.logprob, table)
-    return {
-        "token": sampled["token"],
-        "logprob": sampled["logprob"],
-        "bytes": sampled["bytes"],
-        "top_logprobs": [_chat_top(token_id, logprob, table) for token_id, logprob in _with_sampled(found)],
-    }
+def chat_logprobs(found: Sequence[TokenLogprob], table: TokenTable) -> str:
+    """A JSON list of `ChatLogprob`. Written token by token: one call of the encoder for a long list would hold up every
+    other thread.
+    """
+    return _list(encoded(_chat_logprob(entry, table)) for entry in found)
 
 
 def text_logprobs(
     found: Sequence[TokenLogprob | None], token_ids: Sequence[int], offsets: Sequence[int], table: TokenTable
-) -> TextLogprobs:
-    """`found` has a None for a token that nothing comes before. All three have one entry per token."""
-    return {
-        "tokens": [_spelling(token_id, table) for token_id in token_ids],
-        "token_logprobs": [None if entry is None else max(entry.logprob, _LEAST) for entry in found],
-        "top_logprobs": [None if entry is None else _text_top(entry, table) for entry in found],
-        "text_offset": list(offsets),
+) -> str:
+    """A JSON object of parallel lists: tokens, token_logprobs, top_logprobs and text_offset. `found` has a None for a
+    token that nothing comes before.
+    """
+    columns = {
+        "tokens": _list(quoted(_spelling(token_id, table)) for token_id in token_ids),
+        "token_logprobs": _list("null" if entry is None else repr(_finite(entry.logprob)) for entry in found),
+        "top_logprobs": _list("null" if entry is None else encoded(_text_top(entry, table)) for entry in found),
+        "text_offset": _list(map(str, offsets)),
     }
+    return "{" + ",".join(f'"{name}":{column}' for name, column in columns.items()) + "}"
 
 
-def joined(parts: Sequence[TextLogprobs]) -> TextLogprobs:
-    return {
-        "tokens": [token for part in parts for token in part["tokens"]],
-        "token_logprobs": [logprob for part in parts for logprob in part["token_logprobs"]],
-        "top_logprobs": [top for part in parts for top in part["top_logprobs"]],
-        "text_offset": [offset for part in parts for offset in part["text_offset"]],
-    }
+def _list(items: Iterable[str]) -> str:
+    return f"[{','.join(items)}]"
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity. A NaN is a fault of the engine that nobody must take for a value."""
+    if math.isnan(logprob):
+        raise ValueError("a log-probability is NaN")
+    return max(min(logprob, 0.0), _LEAST)
+
+
+def _chat_logprob(found: TokenLogprob, table: TokenTable) -> ChatLogprob:
+    sampled = _chat_top(found.token_id, found.logprob, table)
+    top = [_chat_top(token_id, logprob, table) for token_id, logprob in _with_sampled(found)]
+    return {**sampled, "top_logprobs": top}
 
 
 def _with_sampled(found: TokenLogprob) -> Sequence[tuple[int, float]]:
@@ -69,7 +73,7 @@ def _with_sampled(found: TokenLogprob) -> Sequence[tuple[int, float]]:
 def _chat_top(token_id: int, logprob: float, table: TokenTable) -> ChatTop:
     return {
         "token": table.token_text(token_id),
-        "logprob": max(logprob, _LEAST),
+        "logprob": _finite(logprob),
         "bytes": list(table.token_bytes(token_id)),
     }
 
@@ -77,7 +81,7 @@ def _chat_top(token_id: int, logprob: float, table: TokenTable) -> ChatTop:
 def _text_top(found: TokenLogprob, table: TokenTable) -> dict[str, float]:
     top: dict[str, float] = {}
     for token_id, logprob in _with_sampled(found) or [(found.token_id, found.logprob)]:
-        top.setdefault(_spelling(token_id, table), max(logprob, _LEAST))
+        top.setdefault(_spelling(token_id, table), _finite(logprob))
     return top
 
 

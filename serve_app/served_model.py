@@ -37,6 +37,11 @@ class ServedModel:
     def id(self) -> str:
         return self.config.id
 
+    @property
+    def context_lengths(self) -> tuple[int, ...]:
+        """The model's own and those of its variants, in tokens."""
+        return (self.context_length, *self.config.variants.values())
+
     def renderer_with(self, chat_template: str) -> Renderer:
         """The same family with another template. Takes up to 200 ms. Raises `TemplateRefused`."""
         return registry.build(self.config.renderer, self.tokenizer, chat_template)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from serve_app.auth import Keyring
@@ -14,6 +13,7 @@ from serve_app.generation import Replicas
 from serve_app.limits import Limiter
 from serve_app.served_model import ServedModel, load_model
 from serve_app.usage import NullRecorder, Recorder
+from serve_app.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ class Service:
         self.recorder: Recorder = recorder or NullRecorder()
         self.keep_alive_s = keep_alive_s
         self.limiter = Limiter()
-        # One thread: bodies that take long to parse are parsed one after another, which bounds the memory they take.
-        self.big_bodies = ThreadPoolExecutor(1, thread_name_prefix="body")
+        self.workers = Workers()
         self.config_error: str | None = "there is no configuration yet"
         self._open_checkpoints = open_checkpoints
         self._config: ServiceConfig | None = None
@@ -71,7 +70,7 @@ class Service:
                 self._note(None)
 
     def close(self) -> None:
-        self.big_bodies.shutdown(wait=False, cancel_futures=True)
+        self.workers.close()
 
     async def _take_over(self, config: ServiceConfig) -> None:
         keyring = await asyncio.to_thread(Keyring, config.keys, config.limits)

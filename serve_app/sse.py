@@ -11,6 +11,7 @@ from serve_app.errors import HttpError
 from serve_app.exchange import Exchange
 
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_MANY_SCORES = 64
 _KEEP_ALIVE = b": keep-alive\n\n"
 _LAST_WORDS_TIMEOUT_S = 5.0  # for a client that does not read any more
 
@@ -21,7 +22,8 @@ async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -
     async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.parts()) as parts:
         beginning = answer.chunks.begin()
         async for part in parts:
-            content = beginning + answer.chunks.part(part)
+            is_long = len(part.scored) > _MANY_SCORES
+            content = beginning + (await answer.shown(part) if is_long else answer.chunks.part(part))
             beginning = b""
             if content:
                 await events.write(content)

@@ -71,8 +71,6 @@ def validate_chat(body: ChatBody, target: Target, limits: LimitsConfig) -> ChatR
         raise InvalidRequest(
             f"The model {target.model.id!r} has no chat template; use POST /completions with a prompt.", "model"
         )
-    _at_most("messages", len(body.messages), limits.messages)
-    _at_most("tools", len(body.tools or ()), limits.tools)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest(f"top_logprobs needs logprobs to be true, got {body.top_logprobs}.", "top_logprobs")
     target.renderer.check_effort(body.reasoning_effort)
@@ -85,7 +83,7 @@ def validate_chat(body: ChatBody, target: Target, limits: LimitsConfig) -> ChatR
         tool_rules=_tool_rules(body, tools, target),
         separate_reasoning=body.separate_reasoning is not False,
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        sampling=_sampling(body, target, limits, logprobs=logprobs),
+        sampling=_sampling(body, target, logprobs=logprobs),
         options=_options(body, limits, logprobs=logprobs),
         affinity=body.prompt_cache_key or "",
     )
@@ -99,7 +97,7 @@ def validate_completion(body: CompletionBody, target: Target, limits: LimitsConf
         raise InvalidRequest("echo needs prompt; it cannot repeat prompt_chunks, got true.", "echo")
     if body.max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens must be at least 1 (or 0 together with echo), got 0.", "max_tokens")
-    sampling = _sampling(body, target, limits, logprobs=body.logprobs)
+    sampling = _sampling(body, target, logprobs=body.logprobs)
     return CompletionRequest(
         prompt=prompt,
         from_chunks=body.prompt_chunks is not None,
@@ -139,9 +137,8 @@ def generate_request(
     return GenerateRequest(request_id, tuple(prompt_token_ids), sampling, target.adapter, caller.name)
 
 
-def _sampling(body: SamplingFields, target: Target, limits: LimitsConfig, *, logprobs: int | None) -> SamplingParams:
+def _sampling(body: SamplingFields, target: Target, *, logprobs: int | None) -> SamplingParams:
     biases = body.logit_bias or {}
-    _at_most("logit_bias", len(biases), limits.logit_bias_entries)
     for token_id in biases:
         _in_vocabulary("logit_bias", token_id, target)
     stop_ids = body.stop.token_ids if body.stop is not None else ()
@@ -168,7 +165,6 @@ def _options(body: SamplingFields, limits: LimitsConfig, *, logprobs: int | None
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true, got stream_options without it.", "stream_options")
     strings = body.stop.strings if body.stop is not None else ()
-    _at_most("stop", len(strings) or len(body.stop.token_ids if body.stop is not None else ()), limits.stop_sequences)
     for string in strings:
         if len(string) > limits.stop_length:
             raise InvalidRequest(
@@ -260,11 +256,6 @@ def _in_vocabulary(field: str, token_id: int, target: Target) -> None:
         raise InvalidRequest(
             f"{field} must hold token ids below the vocabulary size {target.model.vocab_size}, got {token_id}.", field
         )
-
-
-def _at_most(field: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise InvalidRequest(f"{field} must have at most {limit} items, got {count}.", field)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -113,7 +113,7 @@ def test_a_client_that_leaves_while_it_sends_the_body_leaves_nothing_behind(edge
 def test_a_body_of_megabytes_is_read_and_judged_by_its_tokens(edge: RunningEdge) -> None:
     prompt = list(range(300)) * 2000
     response = edge.post("/completions", model=BASE, prompt=prompt)
-    message = "prompt must have fewer tokens than the model's context window of 4096, got 600000."
+    message = "prompt must have at most 4096 tokens, the longest context window here, got 600000."
     assert response.json() == error(message, param="prompt", code="context_length_exceeded")
 
 
@@ -126,3 +126,26 @@ def test_lone_surrogates_are_refused_wherever_they_stand() -> None:
     for content in (b'{"\\udfff": 1}', b'{"a": "\\ud83d"}', b'{"a": "\\ud83d\\u0041"}'):
         with pytest.raises(InvalidRequest, match="not valid JSON"):
             parse_object(content)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [{}] * 5000}, "messages must have at most 4096 items, got 5000."),
+        ({"messages": [{"content": [{}] * 5000}]}, "messages[0].content must have at most 4096 items, got 5000."),
+        ({"messages": [{"tool_calls": [{}] * 600}]}, "messages[0].tool_calls must have at most 512 items, got 600."),
+        ({"tools": [{}] * 600}, "tools must have at most 512 items, got 600."),
+        ({"stop": [{}] * 300}, "stop must have at most 256 items, got 300."),
+        ({"logit_bias": {str(i): 1 for i in range(1100)}}, "logit_bias must have at most 1024 items, got 1100."),
+    ],
+)
+def test_how_much_a_request_holds_is_judged_before_each_part_of_it(
+    edge: RunningEdge, fields: Any, message: str
+) -> None:
+    response = edge.post("/chat/completions", **fields)
+    assert (response.status_code, response.json()) == (400, error(message, param=message.split(" ")[0]))
+
+
+def test_of_many_faults_only_the_first_is_looked_for(edge: RunningEdge) -> None:
+    response = edge.post("/chat/completions", model="m", messages=[{"role": "x"}] * 4096)
+    assert response.json()["error"]["param"] == "messages[0].role"

@@ -111,7 +111,7 @@ class MessageBody(Section):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[tuple[ContentPart, ...] | None, PlainValidator(_content)] = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
@@ -148,12 +148,12 @@ class ToolBody(Section):
 class ChatBody(SamplingFields):
     """POST /chat/completions. `max_completion_tokens` wins over `max_tokens`."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     reasoning_effort: Annotated[Effort | None, PlainValidator(_effort)] = None
     separate_reasoning: bool | None = None
-    tools: list[ToolBody] | None = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[ToolChoice | None, PlainValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None

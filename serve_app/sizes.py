@@ -1,0 +1,42 @@
+"""How much one request may hold: checked on the JSON as it came, before anything is done with every part of it."""
+
+from collections.abc import Mapping
+
+from serve_app.config import LimitsConfig
+from serve_app.errors import InvalidRequest
+
+
+def check_sizes(raw: Mapping[str, object], limits: LimitsConfig, longest_context: int) -> None:
+    """`longest_context`: of all models, in tokens. Raises `InvalidRequest`; types are not judged here."""
+    _at_most("messages", raw.get("messages"), limits.messages)
+    _at_most("tools", raw.get("tools"), limits.tools)
+    _at_most("stop", raw.get("stop"), limits.stop_sequences)
+    _at_most("logit_bias", raw.get("logit_bias"), limits.logit_bias_entries)
+    _at_most("prompt_chunks", raw.get("prompt_chunks"), limits.messages)
+    for index, message in enumerate(_list(raw.get("messages"))):
+        if isinstance(message, dict):
+            _at_most(f"messages[{index}].content", _list(message.get("content")), limits.messages)
+            _at_most(f"messages[{index}].tool_calls", message.get("tool_calls"), limits.tools)
+    prompt = _list(raw.get("prompt"))
+    _check_tokens("prompt", _list(prompt[0]) or prompt if prompt else prompt, longest_context)
+    for chunk in _list(raw.get("prompt_chunks")):
+        if isinstance(chunk, dict):
+            _check_tokens("prompt_chunks", _list(chunk.get("tokens")), longest_context)
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _at_most(path: str, value: object, limit: int) -> None:
+    if isinstance(value, list | dict) and len(value) > limit:
+        raise InvalidRequest(f"{path} must have at most {limit} items, got {len(value)}.", path)
+
+
+def _check_tokens(path: str, tokens: list[object], longest_context: int) -> None:
+    if len(tokens) > longest_context:
+        raise InvalidRequest(
+            f"{path} must have at most {longest_context} tokens, the longest context window here, got {len(tokens)}.",
+            path,
+            "context_length_exceeded",
+        )
