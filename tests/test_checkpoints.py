@@ -178,7 +178,7 @@ WRONG = {
     "no object": ({CONFIG_FILE: b"[]"}, r"adapter_config\.json is not a JSON object"),
     "no UTF-8": ({CONFIG_FILE: b'"\xff"'}, r"adapter_config\.json is not JSON"),
     "nested": ({CONFIG_FILE: b"[" * 100_000}, r"adapter_config\.json is not JSON"),
-    "no header": ({WEIGHTS_FILE: bytes(5000)}, r"adapter_model\.safetensors: its header is not JSON"),
+    "no header": ({WEIGHTS_FILE: bytes(5000)}, r"adapter_model\.safetensors: its header is not a JSON object"),
     "huge header": ({WEIGHTS_FILE: b"\xff" * 5000}, "its header must have at most"),
     "about": ({"checkpoint.json": b"{"}, r"checkpoint\.json is not JSON"),
     "hash": (
@@ -250,12 +250,27 @@ def test_weights_over_the_limit_are_refused_unread(root: Path) -> None:
         resolve(root, max_bytes=5000)
 
 
-@pytest.mark.parametrize("name", [CONFIG_FILE, "checkpoint.json", "chat_template.jinja"])
-def test_texts_over_a_mebibyte_are_refused(root: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "limit"), [(CONFIG_FILE, 1 << 20), ("checkpoint.json", 1 << 20), ("chat_template.jinja", 1 << 17)]
+)
+def test_long_texts_are_refused(root: Path, name: str, limit: int) -> None:
     target = write(root, {**files(), name: b" "})
-    os.truncate(target / name, (1 << 20) + 1)
-    with pytest.raises(CheckpointRefused, match=rf"{name} has {(1 << 20) + 1} bytes; the limit is {1 << 20}"):
+    os.truncate(target / name, limit + 1)
+    with pytest.raises(CheckpointRefused, match=rf"{name} has {limit + 1} bytes; the limit is {limit}"):
         resolve(root)
+
+
+def test_the_size_of_what_is_never_read_does_not_matter(root: Path) -> None:
+    target = write(root, {**files(), "adapter_model.bin": b"", "checkpoint_complete": b""})
+    for name in ("adapter_model.bin", "checkpoint_complete"):
+        os.truncate(target / name, 1 << 40)
+    assert resolve(root).digest == digest(files())
+
+
+def test_the_directory_of_a_relative_root_is_absolute(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write(root, files())
+    monkeypatch.chdir(root.parent)
+    assert resolve("root", cache=root.parent / "c").directory == str(target)
 
 
 def test_roots_are_searched_in_order_and_the_first_that_has_anything_decides(tmp_path: Path) -> None:
@@ -319,6 +334,16 @@ def test_what_was_refused_is_not_read_again_until_it_changes(root: Path) -> None
         assert store.counters.reads == 1
         write(root, files())
         assert run(lambda: store.resolve(PATH)).digest == digest(files())
+
+
+def test_what_is_remembered_is_bounded_by_its_templates(root: Path) -> None:
+    paths = [CheckpointPath("r", str(i)) for i in range(300)]
+    for path in paths:
+        write(root, {**files(), "chat_template.jinja": b"x" * (1 << 17)}, path)
+    with opened_store(root, cache=root / "c", clock=later()) as store:
+        for path in (*paths, paths[-1], paths[0]):
+            assert run(lambda path=path: store.resolve(path)).digest == digest(files())
+        assert store.counters.reads == 301  # 256 templates of 128 KiB are kept: the last is there, the first is not
 
 
 def test_time_stamps_too_young_to_trust_are_not_trusted(root: Path) -> None:

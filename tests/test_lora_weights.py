@@ -39,6 +39,14 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "the embedding": ("llama", {"target_modules": ["embed_tokens", "v_proj"], "r": 5}),
     "tied head": ("llama-tied", {"target_modules": ["lm_head", "gate_proj"]}),
     "tied embedding": ("llama-tied", {"target_modules": ["embed_tokens"]}),
+    "weights of linear layers as parameters": (
+        "llama",
+        {
+            "target_modules": ["k_proj"],
+            "target_parameters": ["q_proj.weight", "layers.1.mlp.up_proj.weight"],
+            "alpha_pattern": {"q_proj": 100, "up_proj.weight": 3},
+        },
+    ),
     "multi-head latent attention": ("deepseek-v3", {"target_modules": "all-linear", "r": 2}),
     "experts": ("qwen3-moe", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 3}),
     "one parameter of experts": ("qwen3-moe", {"target_parameters": ["experts.down_proj"], "r": 3, "lora_alpha": 4}),
@@ -48,6 +56,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
             "target_modules": ["q_proj"],
             "target_parameters": ["gate_up_proj", "gate.weight"],
             "rank_pattern": {"experts.gate_up_proj": 5},
+            "alpha_pattern": {"gate": 100, r"mlp\.gate\.weight": 3},
             "use_rslora": True,
         },
     ),
@@ -76,7 +85,7 @@ def _deltas_in_peft(model: PeftModel) -> dict[str, torch.Tensor]:
     for name, layer in model.get_base_model().named_modules():
         if isinstance(layer, LoraLayer):
             path = name.replace(".base_layer", "")
-            if isinstance(layer, ParamWrapper) and layer.parameter_name != "weight":
+            if isinstance(layer, ParamWrapper) and layer.parameter_name != "weight":  # experts
                 path = f"{path}.{layer.parameter_name}"
             found[path] = _delta_in_peft(layer)
     return found

@@ -63,6 +63,16 @@ def test_single_experts_of_transformers_4_are_applied_as_peft_converts_them(tmp_
         torch.testing.assert_close(ours[f"{name}.{layer.parameter_name}"], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_what_peft_saves_after_converting_single_experts_is_the_same_adapter(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "old", {"target_modules": ["gate_proj", "up_proj", "down_proj"]}, _single_experts())
+    load_with_peft("qwen3-moe", tmp_path / "old").save_pretrained(tmp_path / "new")
+    targets = targets_of("qwen3-moe")
+    old, new = deltas(read(tmp_path / "old", targets)), deltas(read(tmp_path / "new", targets))
+    assert old.keys() == new.keys()
+    for path, delta in old.items():
+        torch.testing.assert_close(new[path], delta, rtol=1e-5, atol=1e-5)
+
+
 def test_rank_stabilised_single_experts_keep_the_scale_they_were_trained_with(tmp_path: Path) -> None:
     """PEFT doubles rank and alpha of the fused gate and up, which makes it alpha / sqrt(r) times the root of two."""
     tensors = _single_experts()

@@ -82,6 +82,7 @@ FIELDS: dict[str, tuple[Mapping[str, Any], str]] = {
     ),
     "another rank": ({"r": 8}, r"has lora_A of shape \[4, 64\], the configuration says rank 8"),
     "another rank by pattern": ({"rank_pattern": {"q_proj": 2}}, "the configuration says rank 2"),
+    "many expressions": ({"rank_pattern": {f"{i}.*": 4 for i in range(1001)}}, "has more than 1000 keys that are expr"),
     "a look-behind": ({"rank_pattern": {"(?<=a)b": 2}}, "uses a group that is not supported here"),
     "a back reference": ({"alpha_pattern": {r"(a)\1": 2}}, r"uses the escape \\1"),
 }

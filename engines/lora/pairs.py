@@ -96,7 +96,10 @@ class PairBuilder:
         if pair.is_embedding is not (kind is TargetKind.EMBEDDING):
             raise _refused(pair, f"has tensors of another kind than the base model's {kind} layer takes")
         self._check_named(pair, path, kind)
-        rank, scale = self._config.rank_and_scale(path, pair.path)
+        names = (path, pair.path)
+        if self._config.names_parameter(f"{path}.weight"):
+            names = (f"{path}.weight", f"{pair.path}.weight")  # what PEFT's patterns are matched against then
+        rank, scale = self._config.rank_and_scale(*names)
         if kind is TargetKind.EXPERTS:
             A, B = self._expert_matrices(pair, parts[0])
         else:
@@ -121,10 +124,7 @@ class PairBuilder:
             raise refused("ensure_weight_tying is not supported for an adapter of the embeddings or the output head.")
         if path not in self._targets.targets or path.rpartition(".")[2] != pair.path.rpartition(".")[2]:
             return
-        is_named = self._config.names(path, pair.path)
-        if kind is TargetKind.ROUTER:
-            is_named = is_named or self._config.names_parameter(f"{path}.weight")
-        if not is_named:
+        if not self._config.names(path, pair.path) and not self._config.names_parameter(f"{path}.weight"):
             raise refused(f"{shown(pair.path)} is not among the modules it targets, and has tensors in the file.")
 
     def _expert_matrices(self, pair: FilePair, part: Part) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ _READ: Final = frozenset((
     "layers_to_transform", "layers_pattern", "target_parameters", "init_lora_weights", "bias", "ensure_weight_tying",
 ))  # fmt: skip
 _ALL_LINEAR: Final = "all-linear"
+_MAX_PATTERNS: Final = 1000
 _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 Names = Pattern | frozenset[str]  # names match the whole path, or all of it after a dot
@@ -229,6 +230,8 @@ def _table(raw: Mapping[str, object], field: str, read: Callable[[str, object], 
             plain[key] = hit
         else:
             patterns.append((_pattern(field, key), hit))
+        if len(patterns) > _MAX_PATTERNS:
+            raise refused(f"{field} has more than {_MAX_PATTERNS} keys that are expressions.")
     return PatternTable(plain, tuple(patterns))
 
 

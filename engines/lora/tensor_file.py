@@ -7,15 +7,19 @@ parses a path (which may hold something else by then) or copies every tensor. It
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from engines.lora.digest import Buffer
 
-# Parsing takes about 20 ms per MiB and holds the interpreter. 16 MiB is 90,000 tensors: every expert of every layer.
-MAX_HEADER_BYTES: Final = 16 << 20
+MAX_HEADER_BYTES: Final = 32 << 20  # about 180,000 tensors: every expert of every layer
 MAX_NAME_CHARACTERS: Final = 512
+# Entries are parsed one by one: one call for the whole header would hold the interpreter for a second, and with it
+# every request that is being decoded in the process.
+_MAX_ENTRY_CHARACTERS: Final = 4096
+_MAX_METADATA_CHARACTERS: Final = 1 << 20
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -69,13 +73,18 @@ def parse_header(head: Buffer) -> TensorFile:
         raise TensorFileError(f"its header must have at most {MAX_HEADER_BYTES} bytes, not {length}.")
     if len(head) < 8 + length:
         raise TensorFileTruncated(f"it ends in the header: {len(head)} bytes of {8 + length}.", 8 + length)
-    entries = [(name, _entry(name, value, 8 + length)) for name, value in _json(bytes(head[8 : 8 + length])).items()]
+    entries = dict[str, TensorEntry]()
+    for name, value in _items(bytes(head[8 : 8 + length])):
+        if name in entries:
+            raise TensorFileError(f"its header has {shown(name)} twice.")
+        if name != "__metadata__":
+            entries[name] = _entry(name, value, 8 + length)
     position = 8 + length
-    for name, entry in sorted(entries, key=lambda item: (item[1].start, item[1].end)):
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != position:
             raise TensorFileError(f"its tensors overlap or leave a gap at byte {position}, before {shown(name)}.")
         position = entry.end
-    return TensorFile(dict(entries), position)
+    return TensorFile(entries, position)
 
 
 def shown(name: str) -> str:
@@ -83,15 +92,56 @@ def shown(name: str) -> str:
     return repr(name if len(name) <= 160 else name[:120] + "…" + name[-40:])
 
 
-def _json(text: bytes) -> dict[str, object]:
+_BLANK: Final = re.compile(r"[ \t\n\r]*")
+_DECODER: Final = json.JSONDecoder()
+
+
+def _items(header: bytes) -> Iterator[tuple[str, object]]:
+    """Keys and values of a JSON object, in their order."""
     try:
-        header = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as exc:
-        raise TensorFileError("its header is not JSON.") from exc
-    if not isinstance(header, dict):
-        raise TensorFileError("its header is not a JSON object.")
-    header.pop("__metadata__", None)
-    return header
+        text = header.decode("utf-8")
+        position = _expect(text, 0, "{")
+        if text[position : position + 1] == "}":
+            _expect_end(text, position + 1)
+            return
+        while True:
+            name, position = _decode(text, position, _MAX_ENTRY_CHARACTERS)
+            if not isinstance(name, str):
+                raise TensorFileError("its header is not JSON.")
+            limit = _MAX_METADATA_CHARACTERS if name == "__metadata__" else _MAX_ENTRY_CHARACTERS
+            value, position = _decode(text, _expect(text, position, ":"), limit)
+            yield name, value
+            position = _blank(text, position)
+            if text[position : position + 1] == "}":
+                _expect_end(text, position + 1)
+                return
+            position = _expect(text, position, ",")
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as exc:
+        raise TensorFileError("its header is not JSON, or has an entry that is too long.") from exc
+
+
+def _decode(text: str, position: int, limit: int) -> tuple[object, int]:
+    value, length = _DECODER.raw_decode(text[position : position + limit])
+    return value, position + length
+
+
+def _blank(text: str, position: int) -> int:
+    blank = _BLANK.match(text, position)
+    assert blank is not None
+    return blank.end()
+
+
+def _expect(text: str, position: int, sign: str) -> int:
+    """Where what follows the sign begins."""
+    position = _blank(text, position)
+    if text[position : position + 1] != sign:
+        raise TensorFileError(f"its header is not a JSON object: {sign!r} is missing at character {position}.")
+    return _blank(text, position + 1)
+
+
+def _expect_end(text: str, position: int) -> None:
+    if _blank(text, position) != len(text):
+        raise TensorFileError("its header is not JSON: something follows its end.")
 
 
 def _entry(name: str, value: object, data_start: int) -> TensorEntry:

@@ -2,8 +2,8 @@
 
 import os
 
-from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
-from serve_app.checkpoints.content import Content, Reader, incomplete, open_folder, refused
+from engines.lora.digest import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
+from serve_app.checkpoints.content import MARKER_FILE, Content, Reader, incomplete, max_file_bytes, open_folder, refused
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.tar import Member, TarRefused, TarTruncated, TarWrong, known_files, unpack
 
@@ -38,13 +38,14 @@ def read_workspace(workspace: str, label: str, *, max_bytes: int, is_young: bool
 
 
 def _check(members: dict[str, Member], label: str, max_bytes: int, *, is_young: bool) -> None:
-    """Before anything is copied. Takes a pickle out of the members."""
+    """Before anything is copied. Takes out of the members what is never read."""
+    members.pop(MARKER_FILE, None)
     pickle = members.pop(PICKLE_FILE, None)
     if pickle is not None and WEIGHTS_FILE not in members:
         raise refused(label, f"{PICKLE_FILE} is a pickle and is never read; save the adapter as {WEIGHTS_FILE}.")
     for name, member in members.items():
-        limit = max_bytes if name == WEIGHTS_FILE else MAX_CONFIG_BYTES
-        if member.size > limit:
+        limit = max_file_bytes(name, max_bytes)
+        if limit is not None and member.size > limit:
             raise refused(label, f"{name} has {member.size} bytes; the limit is {limit}.")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if name not in members:

@@ -38,6 +38,21 @@ def opened(root: str, parts: Sequence[str]) -> Iterator[tuple[int, tuple[str, ..
         os.close(descriptor)
 
 
+def open_in(root: str, folder: int, real: Sequence[str], name: str) -> int | None:
+    """A descriptor of `name` in a folder that `opened` has opened, by one call unless it is a link. To be closed by the
+    caller.
+    """
+    try:
+        return os.open(name, _FLAGS, dir_fd=folder)
+    except OSError as exc:
+        if exc.errno in _NOT_THERE:
+            return None
+        if exc.errno != errno.ELOOP:
+            raise
+    with opened(root, (*real, name)) as found:
+        return None if found is None else os.dup(found[0])
+
+
 def _walk(root: str, parts: Sequence[str]) -> tuple[int, tuple[str, ...]]:
     descriptors = [os.open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)]
     real: list[str] = []

@@ -8,14 +8,14 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
 from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE, combined_digest
 from engines.lora.tensor_file import TensorFileError, TensorFileTruncated, parse_header
-from serve_app.checkpoints.beneath import opened
+from serve_app.checkpoints.beneath import open_in, opened
 from serve_app.checkpoints.metadata import (
     METADATA_FILE,
     BadField,
@@ -30,7 +30,7 @@ from serve_app.errors import CheckpointIncomplete, CheckpointRefused
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MARKER_FILE: Final = "checkpoint_complete"
 FILES: Final = (CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE, METADATA_FILE, TEMPLATE_FILE, MARKER_FILE)
-_MAX_TEXT_BYTES: Final = MAX_CONFIG_BYTES
+_MAX_TEMPLATE_BYTES: Final = 1 << 17  # four times the longest in use; kept in memory for every checkpoint
 _HEAD_BYTES: Final = 1 << 16
 
 Fingerprint = tuple[str | tuple[int, ...] | None, ...]
@@ -93,14 +93,17 @@ def open_folder(root: str, parts: tuple[str, ...]) -> Iterator[Folder | None]:
             yield None
             return
         real = found[1]
-        with ExitStack() as stack:
-            files = dict[str, int]()
+        files = dict[str, int]()
+        try:
             for name in FILES:
-                file = stack.enter_context(opened(root, (*real, name)))
-                if file is not None:
-                    files[name] = file[0]
+                descriptor = open_in(root, found[0], real, name)
+                if descriptor is not None:
+                    files[name] = descriptor
             statuses = {name: os.fstat(descriptor) for name, descriptor in files.items()}
             yield Folder(os.path.join(root, *real), files, statuses)
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +143,8 @@ class Reader:
         for name, status in self.folder.statuses.items():
             if not stat.S_ISREG(status.st_mode):
                 raise self._refused(f"{name} is not a regular file.")
-            limit = self.max_bytes if name in (WEIGHTS_FILE, PICKLE_FILE) else _MAX_TEXT_BYTES
-            if status.st_size > limit and name != MARKER_FILE:
+            limit = max_file_bytes(name, self.max_bytes)
+            if limit is not None and status.st_size > limit:
                 raise self._refused(f"{name} has {status.st_size} bytes; the limit is {limit}.")
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if name not in present:
@@ -206,7 +209,7 @@ class Reader:
     def _text(self, name: str) -> bytes:
         """Once: what is parsed is what is hashed."""
         if name not in self._texts:
-            self._texts[name] = read_at(self.folder.files[name], _MAX_TEXT_BYTES)
+            self._texts[name] = read_at(self.folder.files[name], MAX_CONFIG_BYTES)
         return self._texts[name]
 
     def _wrong(self, message: str) -> CheckpointIncomplete | CheckpointRefused:
@@ -219,6 +222,14 @@ class Reader:
 
     def _refused(self, message: str) -> CheckpointRefused:
         return refused(self.label, message)
+
+
+def max_file_bytes(name: str, max_weights_bytes: int) -> int | None:
+    """How many bytes one of `FILES` may have; None for those that are never read."""
+    if name in (PICKLE_FILE, MARKER_FILE):
+        return None
+    limits = {WEIGHTS_FILE: max_weights_bytes, TEMPLATE_FILE: _MAX_TEMPLATE_BYTES}
+    return limits.get(name, MAX_CONFIG_BYTES)
 
 
 def refused(label: str, message: str) -> CheckpointRefused:

@@ -37,6 +37,7 @@ _STAMP_S: Final = 2.0
 _TICK_S: Final = 0.02
 _ATTEMPTS: Final = 4
 _REMEMBERED: Final = 4096
+_REMEMBERED_CHARACTERS: Final = 1 << 25
 
 Outcome = Checkpoint | CheckpointRefused
 
@@ -51,11 +52,14 @@ class _Seen:
 
 
 class _Memory:
-    """The last outcomes by path, for as long as nothing changed. Used from several threads."""
+    """The last outcomes by path, for as long as nothing changed. Bounded in number and in characters of templates.
+    Used from several threads.
+    """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._outcomes: OrderedDict[CheckpointPath, tuple[Fingerprint, Outcome]] = OrderedDict()
+        self._characters = 0
 
     def get(self, path: CheckpointPath, state: Fingerprint) -> Outcome | None:
         with self._mutex:
@@ -67,10 +71,16 @@ class _Memory:
 
     def put(self, path: CheckpointPath, state: Fingerprint, outcome: Outcome) -> None:
         with self._mutex:
+            if path in self._outcomes:
+                self._characters -= _characters(self._outcomes.pop(path)[1])
             self._outcomes[path] = (state, outcome)
-            self._outcomes.move_to_end(path)
-            while len(self._outcomes) > _REMEMBERED:
-                self._outcomes.popitem(last=False)
+            self._characters += _characters(outcome)
+            while len(self._outcomes) > _REMEMBERED or self._characters > _REMEMBERED_CHARACTERS:
+                self._characters -= _characters(self._outcomes.popitem(last=False)[1][1])
+
+
+def _characters(outcome: Outcome) -> int:
+    return len(outcome.chat_template or "") if isinstance(outcome, Checkpoint) else 0
 
 
 class LocalRoot:
@@ -86,7 +96,7 @@ class LocalRoot:
         max_bytes: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.root = root
+        self.root = os.path.abspath(root)
         self.num_reads = 0
         self._cache = cache
         self._looks = looks

@@ -14,10 +14,10 @@ from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
-from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
+from engines.lora.digest import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
 from serve_app.checkpoints.archive import read_workspace, unpack_into
 from serve_app.checkpoints.checkpoint import Checkpoint
-from serve_app.checkpoints.content import FILES, Content, incomplete, refused
+from serve_app.checkpoints.content import FILES, MARKER_FILE, Content, incomplete, max_file_bytes, refused
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.filesystem import FileState, FileSystem, StoreFailed
 from serve_app.checkpoints.flights import Flights
@@ -26,7 +26,7 @@ from serve_app.errors import CheckpointError, CheckpointIncomplete, CheckpointRe
 from serve_app.model_id import CheckpointPath
 
 _ATTEMPTS = 3
-_REMEMBERED = 4096
+_REMEMBERED = 1024
 _FAILED_S = 3.0
 
 
@@ -176,23 +176,25 @@ class RemoteRoot:
         self._check(path, listing)
         self.num_fetches += 1
         folder = (path.run, FOLDER) if listing.is_tar else (path.run, FOLDER, path.name)
-        wanted = [file for file in listing.files if file.name != PICKLE_FILE]
-        with self._cache.workspace(sum(self._bound(file) for file in wanted)) as workspace:
-            for file in wanted:
-                self.files.fetch(folder, file, os.path.join(workspace, file.name), self._bound(file))
+        limits = {file: limit for file in listing.files if (limit := self._limit(file, listing)) is not None}
+        room = sum(limit if file.size is None else file.size for file, limit in limits.items())
+        with self._cache.workspace(room) as workspace:
+            for file, limit in limits.items():
+                self.files.fetch(folder, file, os.path.join(workspace, file.name), limit)
             if listing.is_tar:
-                return self._unpacked(path, os.path.join(workspace, wanted[0].name), is_young=is_young)
-            content = read_workspace(workspace, str(path), max_bytes=self._max_bytes, is_young=is_young, is_final=False)
+                return self._unpacked(path, os.path.join(workspace, listing.files[0].name), is_young=is_young)
+            is_final = any(file.name == MARKER_FILE for file in listing.files)
+            content = read_workspace(
+                workspace, str(path), max_bytes=self._max_bytes, is_young=is_young, is_final=is_final
+            )
             return content, self._cache.publish(workspace, content.digest)
 
     def _unpacked(self, path: CheckpointPath, file: str, *, is_young: bool) -> tuple[Content, str]:
         with open(file, "rb") as archive:
             return unpack_into(self._cache, archive.fileno(), str(path), max_bytes=self._max_bytes, is_young=is_young)
 
-    def _bound(self, file: FileState) -> int:
-        """How many bytes the file may have: what the store said, or else what such a file may have."""
-        limit = self._max_bytes if file.name == WEIGHTS_FILE or file.name.endswith(".tar") else MAX_CONFIG_BYTES
-        return limit if file.size is None else file.size
+    def _limit(self, file: FileState, listing: _Listing) -> int | None:
+        return self._max_bytes if listing.is_tar else max_file_bytes(file.name, self._max_bytes)
 
     def _check(self, path: CheckpointPath, listing: _Listing) -> None:
         """What the listing alone tells, before anything is fetched."""
@@ -204,8 +206,8 @@ class RemoteRoot:
                 if name not in names:
                     raise incomplete(str(path), f"{name} is not there.")
         for file in listing.files:
-            limit = self._max_bytes if file.name == WEIGHTS_FILE or listing.is_tar else MAX_CONFIG_BYTES
-            if file.size is not None and file.size > limit and file.name != PICKLE_FILE:
+            limit = self._limit(file, listing)
+            if limit is not None and file.size is not None and file.size > limit:
                 raise refused(str(path), f"{file.name} has {file.size} bytes; the limit is {limit}.")
 
 
