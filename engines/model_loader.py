@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
+from engines.attention import recurrent
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
 
-KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""What the attention backends compute. Anything else would be computed as something else without a word."""
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"}) | recurrent.LAYER_TYPES
+"""What this engine computes. Anything else would be computed as something else without a word."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from engines.attention.exact import ExactBackend
 from engines.attention.interface import NAME, AttentionBackend, Paged, ShapeProbe, register
+from engines.attention.recurrent import split_by_sequence, state_bytes
 from engines.attention.sdpa import SdpaBackend
 from engines.batch import StepBatch, build_batch
 from engines.block_pool import TRASH_BLOCK
@@ -39,7 +40,8 @@ _PROBE_TOKENS = 3
 class ModelRunner:
     """Owns the model from here on: its attention is switched to the paged cache. One thread at a time.
 
-    Running a chunk writes the same K and V to the same places each time, so a forward may be repeated.
+    Running a chunk writes the same K and V to the same places each time, so a forward may be repeated. `state_bytes`:
+    what a running sequence takes beside its blocks, in layers that carry a state; those also rule out a prefix cache.
     """
 
     repeatable = True
@@ -54,11 +56,14 @@ class ModelRunner:
         self._exact = False
         self._native: NativeDecoder | None = None
         self._context = AdapterContext()
+        self.has_states = bool(split_by_sequence(loaded.model, loaded.config, self._context.narrowed))
         probe = ShapeProbe()
         self._backend: AttentionBackend = probe
+        chunk = _probe_chunk([1])
         adaptable = adaptable_targets(
-            loaded.model, self.targets, run=lambda: self.forward([_probe_chunk([1])]), num_tokens=_PROBE_TOKENS
+            loaded.model, self.targets, run=lambda: self.forward([chunk]), num_tokens=_PROBE_TOKENS
         )
+        self.state_bytes = state_bytes(chunk.sequence)
         self.shapes: dict[int, LayerShape] = probe.shapes
         others = AdapterModules(
             loaded.model,

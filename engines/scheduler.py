@@ -211,6 +211,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
+        sequence.states = {}
         if sequence.slot != NO_SLOT:
             self._slots.unpin(sequence.slot)
             sequence.slot = NO_SLOT

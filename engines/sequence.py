@@ -1,6 +1,7 @@
 """One generation while the engine works on it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from engines.block_pool import prefix_hash, salt_hash
 from engines.protocol import GenerateRequest, OutputSink, TokenLogprob
@@ -17,6 +18,7 @@ class Sequence:
     `blocks`. `prefix_hashes` is the hash chain of the full blocks, as far as it was needed. After a preemption
     `num_computed` is 0 again and the sampled tokens are computed anew like a prompt. `num_charged`: how many of the
     tokens its tenant was charged for. `bypassed`: how many others were admitted while it waited for an adapter slot.
+    `states`: what layers that carry a state keep of it, by layer and position; the model runner's.
     """
 
     request: GenerateRequest
@@ -33,6 +35,7 @@ class Sequence:
     output_counts: dict[int, int] | None = None
     delivered: bool = False
     bypassed: int = 0
+    states: dict[int, dict[int, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: GenerateRequest, sink: OutputSink) -> "Sequence":

@@ -193,7 +193,7 @@ def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
         num_blocks = blocks_for(
             runner.shapes,
             config.block_size,
-            budget_bytes=config.kv_cache_bytes or int(free_memory(loaded.device) * config.memory_fraction),
+            budget_bytes=_kv_budget(config, loaded, runner),
             context_length=context_length,
             max_running=config.max_running,
         )
@@ -215,7 +215,7 @@ def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
         max_step_tokens_decoding=config.max_step_tokens_decoding,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=config.prefix_cache and not runner.has_states,
     )
     loops.append(EngineLoop(runner, scheduler, adapters, emit))
     facts = ModelFacts(loaded.vocab_size, context_length, (num_blocks - 1) * config.block_size)
@@ -231,6 +231,13 @@ def _read(adapter: Adapter, runner: ModelRunner, config: EngineConfig) -> HostAd
     torch.set_num_threads(1)
     limits = {"max_rank": config.max_adapter_rank, "max_bytes": config.max_adapter_file_bytes}
     return runner.adapters.prepare(read_adapter(adapter, runner.targets, **limits))
+
+
+def _kv_budget(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner) -> int:
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    free = int(free_memory(loaded.device) * config.memory_fraction)
+    return max(0, free - config.max_running * runner.state_bytes)
 
 
 def _context_length(config: EngineConfig, loaded: LoadedModel) -> int:

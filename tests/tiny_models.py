@@ -11,12 +11,15 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCAB = 320
@@ -38,6 +41,14 @@ _SIZES: dict[str, Any] = {
 
 # Tied embeddings, scaled up: with larger weights the logits would all sit at the final soft cap.
 _GEMMA = {**_SIZES, "initializer_range": 0.04, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
+
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, head_dim=32),
@@ -67,7 +78,21 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
+    "qwen3-5": lambda: Qwen3_5TextConfig(**_SIZES, **_DELTA_NET, head_dim=32),
+    "qwen3-next": lambda: Qwen3NextConfig(
+        **_SIZES,
+        **_DELTA_NET,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=48,
+    ),
+    "lfm2": lambda: Lfm2Config(**_SIZES, layer_types=["conv", "full_attention", "conv"]),
 }
+
+HYBRID = frozenset({"qwen3-5", "qwen3-next", "lfm2"})
+"""Those with layers that carry a state from token to token."""
 
 
 def save(name: str, folder: Path, *, seed: int = 0) -> Path:

@@ -1,5 +1,7 @@
 """Which adapter applies to which row of the forward pass that is running."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,17 @@ class AdapterContext:
         self.slots = batch.slots
         self._head_slots = None if batch.slots is None else batch.slots[batch.logit_rows]
         self._rows = self._head_rows = None
+
+    @contextmanager
+    def narrowed(self, rows: torch.Tensor) -> Iterator[None]:
+        """Within it, the batch is these rows [n] of the whole one, for a layer that is called with some of them."""
+        whole = self.slots, self._rows
+        self.slots = None if self.slots is None else self.slots[rows]
+        self._rows = None
+        try:
+            yield
+        finally:
+            self.slots, self._rows = whole
 
     @property
     def rows(self) -> tuple[AdapterRows, ...]:
