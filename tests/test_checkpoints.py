@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import pickle
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,8 +21,10 @@ from checkpoint_files import (
     opened_store,
     resolve,
     run,
+    tar_bytes,
     weights,
     write,
+    write_tar,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -83,6 +86,39 @@ def test_what_is_missing_or_expired_is_denied_in_the_words_for_what_is_not_the_c
         resolve(root)
     of_another = ModelNotFound(f"The model {str(PATH)!r} does not exist, or this key may not use it.", "model")
     assert to_http(missing.value) == to_http(expired.value) == to_http(of_another)
+
+
+HIDDEN = {
+    "whole": files(),
+    "refused": {**files(), "adapter_model.bin": b"", WEIGHTS_FILE: None},
+    "incomplete": {**files(), WEIGHTS_FILE: weights()[:-1]},
+    "not begun": {CONFIG_FILE: None, WEIGHTS_FILE: None},
+}
+
+
+@pytest.mark.parametrize("tarred", [False, True])
+@pytest.mark.parametrize("case", HIDDEN)
+def test_what_is_private_is_not_found_by_others_whatever_is_wrong_with_it(root: Path, case: str, tarred: bool) -> None:
+    contents = {**files(metadata={"owner": "alice"}), **HIDDEN[case]}
+    there = {name: content for name, content in contents.items() if content is not None}
+    write_tar(root, tar_bytes(there)) if tarred else write(root, there)
+    with opened_store(root, cache=root.parent / "c", clock=later()) as store:
+        for caller in (None, "robin"):
+            with pytest.raises(CheckpointNotFound, match="does not exist, or this key may not use it"):
+                run(lambda caller=caller: store.resolve_for(PATH, caller))
+        if case == "whole":
+            assert run(lambda: store.resolve_for(PATH, "alice")).owner == "alice"
+        else:
+            with pytest.raises((CheckpointRefused, CheckpointIncomplete)) as own:
+                run(lambda: store.resolve_for(PATH, "alice"))
+            assert to_http(pickle.loads(pickle.dumps(own.value))) == to_http(own.value)
+
+
+@pytest.mark.parametrize("metadata", [None, {"owner": "alice", "public": True}, {"public": False}])
+def test_what_is_public_or_nobody_s_is_for_everybody(root: Path, metadata: dict[str, object] | None) -> None:
+    write(root, files(metadata=metadata))
+    with opened_store(root, cache=root / "c") as store:
+        assert run(lambda: store.resolve_for(PATH, None)).digest == digest(files())
 
 
 def test_a_checkpoint_expires_while_it_is_remembered(root: Path) -> None:

@@ -172,6 +172,18 @@ def test_a_pickle_and_sizes_are_refused_unfetched(bucket: Bucket, tmp_path: Path
         assert store.counters.fetches == 0
 
 
+def test_what_is_private_is_not_found_by_others_before_it_is_complete(bucket: Bucket, store: CheckpointStore) -> None:
+    bucket.put({"checkpoint.json": b'{"owner": "alice"}', CONFIG_FILE: config()})
+    with pytest.raises(CheckpointNotFound):
+        run(lambda: store.resolve_for(PATH, "robin"))
+    with pytest.raises(CheckpointIncomplete):
+        run(lambda: store.resolve_for(PATH, "alice"))
+    bucket.put({WEIGHTS_FILE: weights()})
+    with pytest.raises(CheckpointNotFound):
+        run(lambda: store.resolve_for(PATH, "robin"))
+    assert run(lambda: store.resolve_for(PATH, "alice")).digest == digest(files())
+
+
 def test_a_remote_tar_is_a_checkpoint(bucket: Bucket, store: CheckpointStore, tmp_path: Path) -> None:
     bucket.put_tar(tar_bytes(files(1, metadata={"owner": "alice"}), "x/"))
     for _ in range(3):

@@ -25,7 +25,7 @@ from serve_app.checkpoints.metadata import (
     json_object,
     parse_metadata,
 )
-from serve_app.errors import CheckpointIncomplete, CheckpointRefused
+from serve_app.checkpoints.report import OwnedRefused, Report, Unfit
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MARKER_FILE: Final = "checkpoint_complete"
@@ -108,22 +108,22 @@ def open_folder(root: str, parts: tuple[str, ...]) -> Iterator[Folder | None]:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads one folder. `label`: the checkpoint's path, for messages. `is_young`: it changed so lately that what looks
-    wrong may be half-written. `is_final`: nothing will be added to it.
+    """Reads one folder. `is_young`: it changed so lately that what looks wrong may be half-written. `is_final`: nothing
+    will be added to it.
     """
 
     folder: Folder
-    label: str
+    report: Report
     max_bytes: int
     is_young: bool
     is_final: bool = False
     _texts: dict[str, bytes] = field(default_factory=dict)
 
     def read(self) -> Content:
-        """Raises `CheckpointIncomplete` or `CheckpointRefused`."""
+        """Raises `OwnedIncomplete` or `OwnedRefused`."""
+        metadata = self.report.about = self._metadata()
         self._check_files()
         config = self._json_object(CONFIG_FILE)
-        metadata = self._metadata()
         self._check_extent()
         hashes = {CONFIG_FILE: hashlib.sha256(self._text(CONFIG_FILE)).digest(), WEIGHTS_FILE: self._hash_weights()}
         self._check_hashes(metadata, hashes)
@@ -140,15 +140,18 @@ class Reader:
         present = self.folder.files
         if PICKLE_FILE in present and WEIGHTS_FILE not in present:
             raise self._refused(f"{PICKLE_FILE} is a pickle and is never read; save the adapter as {WEIGHTS_FILE}.")
-        for name, status in self.folder.statuses.items():
-            if not stat.S_ISREG(status.st_mode):
-                raise self._refused(f"{name} is not a regular file.")
-            limit = max_file_bytes(name, self.max_bytes)
-            if limit is not None and status.st_size > limit:
-                raise self._refused(f"{name} has {status.st_size} bytes; the limit is {limit}.")
+        for name in present:
+            self._check_file(name)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if name not in present:
                 raise self._incomplete(f"{name} is not there.")
+
+    def _check_file(self, name: str) -> None:
+        status, limit = self.folder.statuses[name], max_file_bytes(name, self.max_bytes)
+        if not stat.S_ISREG(status.st_mode):
+            raise self._refused(f"{name} is not a regular file.")
+        if limit is not None and status.st_size > limit:
+            raise self._refused(f"{name} has {status.st_size} bytes; the limit is {limit}.")
 
     def _json_object(self, name: str) -> Mapping[str, object]:
         try:
@@ -159,6 +162,7 @@ class Reader:
     def _metadata(self) -> Metadata:
         if METADATA_FILE not in self.folder.files:
             return Metadata()
+        self._check_file(METADATA_FILE)
         try:
             return parse_metadata(self._text(METADATA_FILE))
         except NotJson as exc:
@@ -212,16 +216,16 @@ class Reader:
             self._texts[name] = read_at(self.folder.files[name], MAX_CONFIG_BYTES)
         return self._texts[name]
 
-    def _wrong(self, message: str) -> CheckpointIncomplete | CheckpointRefused:
+    def _wrong(self, message: str) -> Unfit:
         return self._incomplete(message) if self.is_young else self._refused(message)
 
-    def _incomplete(self, message: str) -> CheckpointIncomplete | CheckpointRefused:
+    def _incomplete(self, message: str) -> Unfit:
         if self.is_final or MARKER_FILE in self.folder.files:
             return self._refused(message)
-        return incomplete(self.label, message)
+        return self.report.incomplete(message)
 
-    def _refused(self, message: str) -> CheckpointRefused:
-        return refused(self.label, message)
+    def _refused(self, message: str) -> OwnedRefused:
+        return self.report.refused(message)
 
 
 def max_file_bytes(name: str, max_weights_bytes: int) -> int | None:
@@ -230,11 +234,3 @@ def max_file_bytes(name: str, max_weights_bytes: int) -> int | None:
         return None
     limits = {WEIGHTS_FILE: max_weights_bytes, TEMPLATE_FILE: _MAX_TEMPLATE_BYTES}
     return limits.get(name, MAX_CONFIG_BYTES)
-
-
-def refused(label: str, message: str) -> CheckpointRefused:
-    return CheckpointRefused(f"The checkpoint {label} cannot be served: {message}")
-
-
-def incomplete(label: str, message: str) -> CheckpointIncomplete:
-    return CheckpointIncomplete(f"The checkpoint {label} is not complete: {message}")

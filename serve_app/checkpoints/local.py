@@ -23,10 +23,10 @@ from typing import Final
 from serve_app.checkpoints.archive import unpack_into
 from serve_app.checkpoints.beneath import opened
 from serve_app.checkpoints.checkpoint import Checkpoint
-from serve_app.checkpoints.content import Fingerprint, Folder, Reader, fingerprint, incomplete, open_folder
+from serve_app.checkpoints.content import Fingerprint, Reader, fingerprint, open_folder
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.flights import Flights
-from serve_app.errors import CheckpointIncomplete, CheckpointRefused
+from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused, Report
 from serve_app.model_id import CheckpointPath
 
 FOLDER: Final = "sampler_weights"
@@ -39,7 +39,7 @@ _ATTEMPTS: Final = 4
 _REMEMBERED: Final = 4096
 _REMEMBERED_CHARACTERS: Final = 1 << 25
 
-Outcome = Checkpoint | CheckpointRefused
+Outcome = Checkpoint | OwnedRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class LocalRoot:
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
         """The content that the path has now; None when there is nothing.
 
-        Raises `CheckpointIncomplete`, `CheckpointRefused`, `LeavesRoot`, `CacheFull` or `OSError`.
+        Raises `OwnedIncomplete`, `OwnedRefused`, `LeavesRoot`, `CacheFull` or `OSError`.
         """
         seen = await asyncio.get_running_loop().run_in_executor(self._looks, self._look, path)
         if not isinstance(seen, _Seen):
@@ -138,6 +138,7 @@ class LocalRoot:
             return _Seen((*found[1], fingerprint(status)), max(status.st_mtime, status.st_ctime), is_tar=True)
 
     def _read(self, path: CheckpointPath) -> Checkpoint | None:
+        report = Report(str(path))
         for _ in range(_ATTEMPTS):
             seen = self._look(path)
             if not isinstance(seen, _Seen):
@@ -146,37 +147,36 @@ class LocalRoot:
             if 0 <= now - seen.changed_at < _TICK_S:
                 time.sleep(_TICK_S - (now - seen.changed_at))
                 continue
-            outcome = self._outcome(path, seen, is_young=now - seen.changed_at < YOUNG_S)
+            outcome = self._outcome(path, seen, report, is_young=now - seen.changed_at < YOUNG_S)
             after = self._look(path)
             if outcome is not None and isinstance(after, _Seen) and after.state == seen.state:
-                if now - seen.changed_at >= _STAMP_S and not isinstance(outcome, CheckpointIncomplete):
+                if now - seen.changed_at >= _STAMP_S and not isinstance(outcome, OwnedIncomplete):
                     self._memory.put(path, seen.state, outcome)
                 return _settled(outcome)
-        raise incomplete(str(path), "it is being written.")
+        raise report.incomplete("it is being written.")
 
-    def _outcome(self, path: CheckpointPath, seen: _Seen, *, is_young: bool) -> Outcome | CheckpointIncomplete | None:
+    def _outcome(
+        self, path: CheckpointPath, seen: _Seen, report: Report, *, is_young: bool
+    ) -> Outcome | OwnedIncomplete | None:
         """None when what was seen is not there any more."""
         self.num_reads += 1
         try:
             if seen.is_tar:
-                return self._read_tar(path, is_young=is_young)
+                return self._read_tar(path, report, is_young=is_young)
             with open_folder(self.root, _parts(path)) as folder:
                 if folder is None or folder.fingerprint != seen.state:
                     return None
-                return self._read_folder(path, folder, is_young=is_young)
-        except (CheckpointIncomplete, CheckpointRefused) as exc:
+                content = Reader(folder, report, self._max_bytes, is_young).read()
+                return Checkpoint.of(path, content, folder.path)
+        except (OwnedIncomplete, OwnedRefused) as exc:
             return exc
 
-    def _read_folder(self, path: CheckpointPath, folder: Folder, *, is_young: bool) -> Checkpoint:
-        content = Reader(folder, str(path), self._max_bytes, is_young).read()
-        return Checkpoint.of(path, content, folder.path)
-
-    def _read_tar(self, path: CheckpointPath, *, is_young: bool) -> Checkpoint | None:
+    def _read_tar(self, path: CheckpointPath, report: Report, *, is_young: bool) -> Checkpoint | None:
         with opened(self.root, _parts(path, ".tar")) as found:
             if found is None:
                 return None
             content, directory = unpack_into(
-                self._cache, found[0], str(path), max_bytes=self._max_bytes, is_young=is_young
+                self._cache, found[0], report, max_bytes=self._max_bytes, is_young=is_young
             )
         return Checkpoint.of(path, content, directory)
 
@@ -185,7 +185,7 @@ def _parts(path: CheckpointPath, suffix: str = "") -> tuple[str, ...]:
     return path.run, FOLDER, path.name + suffix
 
 
-def _settled(outcome: Outcome | CheckpointIncomplete | None) -> Checkpoint | None:
+def _settled(outcome: Outcome | OwnedIncomplete | None) -> Checkpoint | None:
     if isinstance(outcome, Exception):
         raise outcome
     return outcome

@@ -10,18 +10,22 @@ import math
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 
-from engines.lora.digest import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
+from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
 from serve_app.checkpoints.archive import read_workspace, unpack_into
 from serve_app.checkpoints.checkpoint import Checkpoint
-from serve_app.checkpoints.content import FILES, MARKER_FILE, Content, incomplete, max_file_bytes, refused
+from serve_app.checkpoints.content import FILES, MARKER_FILE, Content, max_file_bytes
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.filesystem import FileState, FileSystem, StoreFailed
 from serve_app.checkpoints.flights import Flights
 from serve_app.checkpoints.local import FOLDER, YOUNG_S
+from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata
+from serve_app.checkpoints.report import Report, Unfit
 from serve_app.errors import CheckpointError, CheckpointIncomplete, CheckpointRefused, CheckpointUnavailable
 from serve_app.model_id import CheckpointPath
 
@@ -146,7 +150,7 @@ class RemoteRoot:
                 known.until = math.inf if isinstance(exc, CheckpointRefused) else time.monotonic() + YOUNG_S
             raise
         except FileNotFoundError as exc:  # it was there a moment ago
-            raise incomplete(str(path), "it is being written.") from exc
+            raise Report(str(path)).incomplete("it is being written.") from exc
         except StoreFailed as exc:
             known.error = CheckpointUnavailable(f"The store of the checkpoint {path} does not answer.")
             known.until = time.monotonic() + _FAILED_S
@@ -170,45 +174,56 @@ class RemoteRoot:
             if after is None:
                 break
             listing = after
-        raise incomplete(str(path), "it is being written.")
+        raise Report(str(path)).incomplete("it is being written.")
 
     def _fetched(self, path: CheckpointPath, listing: _Listing, *, is_young: bool) -> tuple[Content, str]:
-        self._check(path, listing)
-        self.num_fetches += 1
         folder = (path.run, FOLDER) if listing.is_tar else (path.run, FOLDER, path.name)
+        report = Report(str(path))
+        if (problem := self._problem(listing, report)) is not None:
+            report.about = self._about(folder, listing)
+            raise problem()
+        self.num_fetches += 1
         limits = {file: limit for file in listing.files if (limit := self._limit(file, listing)) is not None}
         room = sum(limit if file.size is None else file.size for file, limit in limits.items())
         with self._cache.workspace(room) as workspace:
             for file, limit in limits.items():
                 self.files.fetch(folder, file, os.path.join(workspace, file.name), limit)
             if listing.is_tar:
-                return self._unpacked(path, os.path.join(workspace, listing.files[0].name), is_young=is_young)
+                return self._unpacked(report, os.path.join(workspace, listing.files[0].name), is_young=is_young)
             is_final = any(file.name == MARKER_FILE for file in listing.files)
-            content = read_workspace(
-                workspace, str(path), max_bytes=self._max_bytes, is_young=is_young, is_final=is_final
-            )
+            content = read_workspace(workspace, report, max_bytes=self._max_bytes, is_young=is_young, is_final=is_final)
             return content, self._cache.publish(workspace, content.digest)
 
-    def _unpacked(self, path: CheckpointPath, file: str, *, is_young: bool) -> tuple[Content, str]:
+    def _unpacked(self, report: Report, file: str, *, is_young: bool) -> tuple[Content, str]:
         with open(file, "rb") as archive:
-            return unpack_into(self._cache, archive.fileno(), str(path), max_bytes=self._max_bytes, is_young=is_young)
+            return unpack_into(self._cache, archive.fileno(), report, max_bytes=self._max_bytes, is_young=is_young)
 
     def _limit(self, file: FileState, listing: _Listing) -> int | None:
         return self._max_bytes if listing.is_tar else max_file_bytes(file.name, self._max_bytes)
 
-    def _check(self, path: CheckpointPath, listing: _Listing) -> None:
+    def _about(self, folder: tuple[str, ...], listing: _Listing) -> Metadata:
+        """Whose it is, if that can be told."""
+        about = next((file for file in listing.files if file.name == METADATA_FILE), None)
+        text = about and self.files.text(folder, about, MAX_CONFIG_BYTES)
+        try:
+            return parse_metadata(text) if text else Metadata()
+        except (NotJson, BadField):
+            return Metadata()
+
+    def _problem(self, listing: _Listing, report: Report) -> Callable[[], Unfit] | None:
         """What the listing alone tells, before anything is fetched."""
         names = {file.name for file in listing.files}
         if not listing.is_tar:
             if PICKLE_FILE in names and WEIGHTS_FILE not in names:
-                raise refused(str(path), f"{PICKLE_FILE} is never read; save the adapter as {WEIGHTS_FILE}.")
+                return partial(report.refused, f"{PICKLE_FILE} is never read; save the adapter as {WEIGHTS_FILE}.")
             for name in (CONFIG_FILE, WEIGHTS_FILE):
                 if name not in names:
-                    raise incomplete(str(path), f"{name} is not there.")
+                    return partial(report.incomplete, f"{name} is not there.")
         for file in listing.files:
             limit = self._limit(file, listing)
             if limit is not None and file.size is not None and file.size > limit:
-                raise refused(str(path), f"{file.name} has {file.size} bytes; the limit is {limit}.")
+                return partial(report.refused, f"{file.name} has {file.size} bytes; the limit is {limit}.")
+        return None
 
 
 def _note(listing: _Listing, content: Content) -> str:

@@ -17,13 +17,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from serve_app.checkpoints.beneath import LeavesRoot
-from serve_app.checkpoints.checkpoint import Checkpoint
+from serve_app.checkpoints.checkpoint import Checkpoint, is_open_to
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
 from serve_app.checkpoints.filesystem import FileSystem, StoreFailed
 from serve_app.checkpoints.flights import Flights
 from serve_app.checkpoints.listing import Search, search_files, search_folder
 from serve_app.checkpoints.local import LocalRoot
 from serve_app.checkpoints.remote import RemoteRoot
+from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused
 from serve_app.errors import CheckpointNotFound, CheckpointUnavailable, InvalidRequest
 from serve_app.model_id import CheckpointPath
 
@@ -99,8 +100,20 @@ class CheckpointStore:
             evictions=self._cache.evictions,
         )
 
+    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
+        """As `resolve`, for a caller: what is someone else's is not found, whatever is wrong with it."""
+        try:
+            checkpoint = await self.resolve(path)
+        except (OwnedIncomplete, OwnedRefused) as exc:
+            if not is_open_to(exc.owner, public=exc.public, caller=caller):
+                raise _not_found(path) from None
+            raise
+        if not is_open_to(checkpoint.owner, public=checkpoint.public, caller=caller):
+            raise _not_found(path)
+        return checkpoint
+
     async def resolve(self, path: CheckpointPath) -> Checkpoint:
-        """The content that the path has now. Whether a caller may use it is up to `Checkpoint.owner` and `public`.
+        """The content that the path has now, for whoever may use anything.
 
         Raises `CheckpointNotFound` (also when it has expired), `CheckpointIncomplete`, `CheckpointRefused`,
         `CheckpointUnavailable`, or `InvalidRequest` when a link leads out of its root.
@@ -113,8 +126,7 @@ class CheckpointStore:
             raise CheckpointUnavailable(f"The checkpoint {path} was not read within {self._timeout_s:g} s.") from exc
         now = datetime.fromtimestamp(self._clock(), UTC)
         if checkpoint is None or (checkpoint.expires_at is not None and checkpoint.expires_at <= now):
-            # The words with which the catalogue denies what is not for the caller.
-            raise CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
+            raise _not_found(path)
         return checkpoint
 
     async def _find(self, path: CheckpointPath) -> Checkpoint | None:
@@ -150,6 +162,11 @@ class CheckpointStore:
         """What is under way ends in its own time; its results are dropped."""
         self._looks.shutdown(wait=False, cancel_futures=True)
         self._reads.shutdown(wait=False, cancel_futures=True)
+
+
+def _not_found(path: CheckpointPath) -> CheckpointNotFound:
+    """In the words with which the catalogue denies a model: the two must not differ."""
+    return CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
 
 
 @contextmanager
