@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -178,7 +179,8 @@ def test_nobody_smaller_slips_past_a_request_that_waits_for_memory() -> None:
     work = drive(num_blocks=1 + 6)
     work.add(sequence_of(range(4 * BLOCK - 5), 30))
     work.step()
-    large, small = sequence_of(range(100, 100 + 4 * BLOCK), 1), sequence_of((1,), 1)
+    large = sequence_of(range(100, 100 + 4 * BLOCK), 1, tenant="large")
+    small = sequence_of((1,), 1, tenant="small")
     work.add(large, small)
     work.run()
     assert work.admissions[1:] == [large, small]
@@ -223,7 +225,7 @@ def test_every_adapter_is_admitted_after_a_bounded_number_of_others_with_one_slo
     order = [sequence.adapter_digest for sequence in work.admissions]
     for adapter in set(order):
         places = [-1, *(place for place, digest in enumerate(order) if digest == adapter)]
-        gaps = [b - a for a, b in zip(places, places[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(places)]
         # Each of the others can be bypassed up to the limit before it and then this one has its turn.
         assert max(gaps) <= (num_adapters - 1) * (BYPASS_LIMIT + work.max_running)
 
