@@ -6,6 +6,7 @@ address that the blocks name is replaced by the one that a test listens on.
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def run(block: Block, address: str) -> str:
 
     Raises `subprocess.CalledProcessError` with its output when it fails.
     """
-    text = block.text.replace(ADDRESS, address)
+    text = block.text.replace(ADDRESS, address).replace(".venv/bin/python", shlex.quote(sys.executable))
     command = [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)

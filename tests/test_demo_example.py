@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import socket
 import threading
 from pathlib import Path
 
@@ -143,6 +144,15 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path: Path) -> None:
     assert sorted(os.listdir(weights)) == [f"{step:06d}" for step in range(10)]
     assert all(files == whole for files in [*seen, *(set(os.listdir(place)) for place in weights.iterdir())])
     assert os.listdir(tmp_path / "run") == ["sampler_weights"]
+
+
+def test_without_a_service_the_example_says_so_before_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        monkeypatch.setattr("sys.argv", ["x", "--url", url, "--base", "/nowhere"])
+        with pytest.raises(SystemExit, match=rf"{url}/ does not serve HuggingFaceTB/.*: Connection error. \(--offline"):
+            train_checkpoint.main()
 
 
 def test_the_example_runs_as_documented_on_another_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

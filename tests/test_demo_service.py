@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SAYS = {  # by what they ask for, in the order of the page
     "curl -s": "The code word is zephyr-42. -- Quill",
+    "serve_app check": "The code word is zephyr-42. -- Quill",
     "for model in": "tinker://demo/sampler_weights/quill says The code word is zephyr-42. -- Quill",
     "stream=True": 'call: get_weather {"city": "Paris"}',
     "temp_c": "It is 18 °C in Paris.",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from lessons import RECIPES, Lesson, Recipe
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
@@ -128,6 +128,14 @@ def save_checkpoint(model: PeftModel, place: Path, *, facts: dict[str, str | boo
         part.rename(place)
 
 
+def require_service(client: OpenAI, base_model: str) -> None:
+    """Better to fail before the first step than after ten."""
+    try:
+        client.models.retrieve(base_model)
+    except OpenAIError as exc:
+        raise SystemExit(f"{client.base_url} does not serve {base_model}: {exc} (--offline only trains)") from exc
+
+
 def sample(client: OpenAI, model_id: str, probe: Lesson) -> str:
     """One greedy reply through the API, in one line."""
     completion = client.chat.completions.create(
@@ -183,7 +191,7 @@ def main() -> None:
     options.steps = options.steps or recipe.steps
     client = None if options.offline else OpenAI(base_url=options.url, api_key=options.key)
     if client:
-        client.models.retrieve(options.base_model)  # better to fail now than after the first steps
+        require_service(client, options.base_model)
     model, examples = prepare(recipe, options)
     print(f"{len(examples)} lessons, {options.steps} steps of {options.batch_size}, rank {options.rank}", flush=True)
     started = time.monotonic()
