@@ -14,6 +14,7 @@ from jinja2.exceptions import TemplateError
 _VALUE_LEN, _VALUE_LEN_PER_INPUT_CHAR = 4_000_000, 16
 _TOTAL_LEN, _TOTAL_LEN_PER_INPUT_CHAR = 32_000_000, 64
 _TIME_S, _TIME_S_PER_INPUT_CHAR = 0.5, 1e-6
+_LOOK_EVERY_S = 0.005
 _INT_BITS = 4096
 _ITEM_LEN = 8
 """What an item counts at least: a pointer."""
@@ -42,18 +43,25 @@ class Budget:
         self._limit_s = _TIME_S + _TIME_S_PER_INPUT_CHAR * input_len
         self._end_s = time.thread_time() + self._limit_s
         self._total = 0
-        self._steps = 0
+        self._look_again_s = 0.0
 
     def step(self) -> None:
-        """Count one operation; looks at the clock now and then, since that costs more than most operations."""
-        self._steps += 1
-        if self._steps & 31 == 0 and time.thread_time() > self._end_s:
-            raise TooMuch(f"it takes more than {self._limit_s:.1f} s of processor time")
+        """One operation. Looks at the processor time, a slow system call, only when some time has passed at all."""
+        now_s = time.monotonic()
+        if now_s > self._look_again_s:
+            self._look_again_s = now_s + _LOOK_EVERY_S
+            if time.thread_time() > self._end_s:
+                raise TooMuch(f"it takes more than {self._limit_s:.1f} s of processor time")
 
     def expect(self, length: int) -> None:
         """Refuse a value of this length before it is made."""
         if length > self._max_value:
             raise TooMuch(f"it makes a value of {length} characters, more than {self._max_value}")
+
+    def expect_items(self, items: object) -> None:
+        """Refuse to take a string apart into too many characters, each of which becomes an object."""
+        if isinstance(items, str):
+            self.expect(_ITEM_LEN * len(items))
 
     def admit(self, value: _Value) -> _Value:
         """Count a value that the template made. Raises `TooMuch`."""

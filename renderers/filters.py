@@ -11,11 +11,11 @@ from jinja2 import Environment, pass_environment
 from jinja2.filters import FILTERS, make_attrgetter
 
 from renderers.bounds import Budget, TooMuch
-from renderers.provenance import Text
+from renderers.provenance import Text, escape_html, safe
 
 _FROM_JINJA = """
-abs attr capitalize count d default dictsort e escape first float format groupby indent int items last length list lower
-map max min reject rejectattr replace reverse round safe select selectattr sort string sum title trim truncate unique
+abs attr capitalize count d default dictsort first float format groupby indent int items last length list lower
+map max min reject rejectattr replace reverse round select selectattr sort string sum title trim truncate unique
 upper urlencode wordcount
 """
 FROM_JINJA = frozenset(_FROM_JINJA.split())
@@ -28,6 +28,7 @@ _FORMAT_WIDTH = re.compile(r"\d{4}|\{")
 _MAX_WIDTH = 1000
 _MAX_JSON_SEPARATORS = 64
 _MAX_PRECISION = 20
+_MAX_BACKWARD_STEPS = 10**8
 
 
 def to_json(
@@ -50,11 +51,20 @@ def join(environment: Environment, value: Iterable[Any], d: str = "", attribute:
     return (separator if isinstance(separator, Text) else Text(separator, bytes(len(separator)))).join(map(str, value))
 
 
-OWN: Mapping[str, Callable[..., Any]] = {"join": join, "tojson": to_json}
+OWN: Mapping[str, Callable[..., Any]] = {
+    "e": escape_html,
+    "escape": escape_html,
+    "join": join,
+    "safe": safe,
+    "tojson": to_json,
+}
 
 
 def check(function: Callable[..., Any], budget: Budget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise `TooMuch` if this filter would make much of these arguments."""
+    if function in _TAKING_APART:
+        for argument in args:
+            budget.expect_items(argument)
     if function in _CHECKS:
         arguments = signature(function).bind(*args, **kwargs)
         arguments.apply_defaults()
@@ -66,7 +76,12 @@ def check_string_method(budget: Budget, text: str, name: str, args: Sequence[Any
         case "replace", [str(old), str(new), *_]:
             budget.expect(len(text) + text.count(old) * len(new))
         case "join", [items] if isinstance(items, Sized):
+            budget.expect_items(items)
             budget.expect(budget.weigh(items) + len(text) * len(items))
+        case "rfind" | "rindex" | "rpartition" | "rsplit", [str(part), *_]:
+            # Python searches backwards in time quadratic in the worst case.
+            if len(text) * len(part) > _MAX_BACKWARD_STEPS:
+                raise TooMuch("it searches backwards for a long text in a long text")
         case "center" | "ljust" | "rjust" | "zfill", [int(width), *_]:
             budget.expect(width)
 
@@ -125,6 +140,23 @@ def _check_sum(budget: Budget, start: Any, **_: Any) -> None:
     if not isinstance(start, int | float):  # adding lists to lists is quadratic
         raise TooMuch("it sums up what are not numbers")
 
+
+_TAKING_APART = frozenset(
+    FILTERS[name]
+    for name in (
+        "groupby",
+        "list",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "select",
+        "selectattr",
+        "sort",
+        "unique",
+    )
+) | {join}
 
 _CHECKS: Mapping[Callable[..., Any], Callable[..., None]] = {
     FILTERS["format"]: _check_format_filter,

@@ -10,15 +10,21 @@ import re
 from collections.abc import Iterable
 from typing import Self, SupportsIndex
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 _TRUSTED, _UNTRUSTED = b"\x01", b"\x00"
 _TRUSTED_RUN = re.compile(rb"\x01+")
 
 
+_LONG = 100_000
+"""Longer texts lose their trust where following it takes Python a step per part."""
+
+_ESCAPED = re.compile("[&<>'\"]")
+
+
 def mask_of(text: str) -> bytes:
     """One byte per character of `text`, 1 where it is trusted."""
-    return text.mask if type(text) is Text else _UNTRUSTED * len(text)
+    return text.mask if isinstance(text, Text | SafeText) else _UNTRUSTED * len(text)
 
 
 class Text(str):
@@ -52,9 +58,11 @@ class Text(str):
         index = key.__index__()
         return Text(str.__getitem__(self, index), self.mask[index : index + 1 or None])
 
-    def __add__(self, other: str) -> "Text":
-        if not isinstance(other, str) or isinstance(other, Markup):
-            return NotImplemented  # an Undefined raises its own error then, and Markup escapes what it is added to
+    def __add__(self, other: str) -> str:
+        if not isinstance(other, str):
+            return NotImplemented  # an Undefined raises its own error then
+        if isinstance(other, Markup):
+            return _escaped(self) + other
         return Text(str.__add__(self, other), self.mask + mask_of(other))
 
     def __radd__(self, other: str) -> "Text":
@@ -86,9 +94,11 @@ class Text(str):
     def removesuffix(self, suffix: str, /) -> "Text":
         return self[: len(str.removesuffix(self, suffix))]
 
-    # A list is invariant, hence the ignores: `split` of a Text gives a list of Text.
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> "list[Text]":  # type: ignore[override]
-        parts, start = [], 0
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        if len(self) > _LONG:
+            return str.split(self, sep, maxsplit)
+        parts: list[str] = []
+        start = 0
         for part in str.split(self, sep, maxsplit):
             # Split at whitespace, a part begins with none, so the first place where it fits is its own.
             start = str.index(self, part, start) if sep is None else start
@@ -96,8 +106,11 @@ class Text(str):
             start += len(part) + len(sep or "")
         return parts
 
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> "list[Text]":  # type: ignore[override]
-        parts, end = [], len(self)
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        if len(self) > _LONG:
+            return str.rsplit(self, sep, maxsplit)
+        parts: list[str] = []
+        end = len(self)
         for part in reversed(str.rsplit(self, sep, maxsplit)):
             end = str.rindex(self, part, 0, end) + len(part) if sep is None else end
             parts.append(self[end - len(part) : end])
@@ -105,6 +118,58 @@ class Text(str):
         return parts[::-1]
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
-        if not old:  # matches between all characters: no template needs its trust
+        if not old or len(self) > _LONG:  # an empty `old` matches between all characters
             return str.replace(self, old, new, count)
-        return Text(str.replace(self, old, new, count), mask_of(new).join(part.mask for part in self.split(old, count)))
+        return Text(str.replace(self, old, new, count), mask_of(new).join(map(mask_of, self.split(old, count))))
+
+
+class SafeText(Markup):
+    """What the filters `safe` and `escape` make: a text that escapes for HTML whatever it is added to.
+
+    No chat template wants that; most use `safe` without need, and some of those add markers to the result.
+    """
+
+    __slots__ = ("mask",)
+
+    mask: bytes
+
+    def __new__(cls, text: str = "", mask: bytes | None = None) -> Self:
+        self = super().__new__(cls, text)
+        self.mask = _UNTRUSTED * len(self) if mask is None else mask
+        return self
+
+    def __str__(self) -> str:
+        return Text("".join([self]), self.mask)
+
+    def __add__(self, other: object) -> "SafeText":
+        if not isinstance(other, str):
+            return NotImplemented
+        other = other if isinstance(other, Markup) else _escaped(other)
+        return SafeText(str.__add__(self, other), self.mask + mask_of(other))
+
+    def __radd__(self, other: object) -> "SafeText":
+        return _escaped(other) + self if isinstance(other, str) else NotImplemented
+
+
+def _escaped(text: str) -> SafeText:
+    """As markupsafe escapes; the characters of an entity are trusted as the one was that they stand for."""
+    escaped = str.__str__(escape("".join([text])))
+    if not isinstance(text, Text) or len(text) > _LONG:
+        return SafeText(escaped)
+    mask, done = bytearray(), 0
+    for found in _ESCAPED.finditer("".join([text])):
+        start, end = found.span()
+        mask += text.mask[done:start] + text.mask[start:end] * len(escape(found[0]))
+        done = end
+    return SafeText(escaped, bytes(mask + text.mask[done:]))
+
+
+def safe(value: object) -> SafeText:
+    """The filter `safe`."""
+    text = str(value)
+    return SafeText(text, mask_of(text))
+
+
+def escape_html(value: object) -> SafeText:
+    """The filter `escape`."""
+    return value if isinstance(value, SafeText) else _escaped(str(value))

@@ -36,7 +36,7 @@ class RoleColonRenderer:
         if conversation.tools:
             raise RenderError("tools: this model has no tool-call support.", "tools")
         turns = [_turn(message, index) for index, message in enumerate(conversation.messages)]
-        return RenderedPrompt(tuple(self._encoder.encode(self._beginning + "".join([*turns, "Assistant:"]))))
+        return RenderedPrompt(tuple(self._encoder.encode(Text("", b"").join([self._beginning, *turns, "Assistant:"]))))
 
     def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> PlainParser:
         return PlainParser(self.stop_token_ids, framing=" ")

@@ -23,6 +23,7 @@ from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 
 from renderers import filters
@@ -76,7 +77,7 @@ def _concat(parts: Iterable[str]) -> Text:
 
 
 class _Generator(CodeGenerator):
-    """Compiles string literals to `Text`, and constructors of containers so that what they make is weighed."""
+    """Compiles string literals to `Text`, and lets what makes or compares values, or prints them, be weighed."""
 
     environment: "_Environment"
 
@@ -98,12 +99,24 @@ class _Generator(CodeGenerator):
         else:
             super().visit_Tuple(node, frame)
 
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        if isinstance(node.arg, nodes.Slice):
+            self._weighed(super().visit_Getitem, node, frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        self._weighed(super().visit_Compare, node, frame)
+
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        self.write("concat(map(str, (")
+        self.write("concat(map(environment.shown, (")
         for part in node.nodes:
             self.visit(part, frame)
             self.write(", ")
         self.write(")))")
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write("environment.shown(")
 
     def _weighed(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
         self.write("environment.admit(")
@@ -191,6 +204,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters = {name: _bounded(FILTERS[name]) for name in filters.FROM_JINJA}
         self.filters |= {name: _bounded(function) for name, function in filters.OWN.items()}
         self.filters["iterated"] = _iterated
+        self.tests = {name: _stepped(test) for name, test in TESTS.items()}
         self.globals = {
             "range": self.globals["range"],  # the sandbox's, of at most 100 000 items
             "namespace": _TemplateNamespace,
@@ -208,6 +222,15 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def admit(self, value: Any) -> Any:
         return _BUDGET.get().admit(value)
+
+    def shown(self, value: Any) -> str:
+        """What `str` is in an ordinary environment: a value as it is printed."""
+        text = str(value)
+        return text if isinstance(value, str) else self.admit(text)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _BUDGET.get().step()
+        return super().getitem(obj, argument)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _BUDGET.get()
@@ -257,6 +280,15 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
+def _stepped(test: Any) -> Callable[..., Any]:
+    @wraps(test)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        _BUDGET.get().step()
+        return test(*args, **kwargs)
+
+    return stepped
+
+
 def _iterated(items: Any) -> Any:
     """What a loop runs over, wrapped around it in `_parse`: a loop without any operation looks at the clock too."""
     _BUDGET.get().step()
@@ -272,6 +304,8 @@ def _check_callable(budget: Budget, function: Any, args: tuple[Any, ...]) -> Non
     if not isinstance(function, types.BuiltinMethodType | types.MethodType):
         return
     owner, name = function.__self__, function.__name__
+    if isinstance(owner, _DictMaker):
+        budget.expect_items(args[0] if args else None)
     if isinstance(owner, LoopContext | jinja2.ext.Extension | _DictMaker):
         return
     allowed = next((names for kind, names in _METHODS.items() if isinstance(owner, kind)), frozenset[str]())

@@ -44,6 +44,8 @@ class StopMatcher:
             if piece.token_id is not None:
                 certain += self.flush()
                 certain.append(piece)
+            elif not self._held and not self._states.begins_in(piece.text):
+                certain.append(piece)
             elif text := self._certain_text(piece.text):
                 certain.append(Piece(text))
         return certain
@@ -110,6 +112,10 @@ class _Automaton:
                 return 0
             state = self._fallback[state]
         return following
+
+    def begins_in(self, text: str) -> bool:
+        """Whether any character of the text can begin a stop string."""
+        return self._first.search(text) is not None
 
     def walk(self, state: int, text: str) -> tuple[int, int, int]:
         """(state reached, characters read, length of the match that ends there or 0)."""

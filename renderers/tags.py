@@ -60,7 +60,7 @@ class TagParser:
     def __init__(self, grammar: TagGrammar, start: Start) -> None:
         self.malformed = False
         self._grammar = grammar
-        self._finder = _TagFinder(grammar.by_text)
+        self._finder = _TagFinder(grammar.by_text) if grammar.by_text else None
         self._may_reason = start is not Start.REASONED
         reasoning = start in (Start.REASONING, Start.REASONING_UNFRAMED)
         self._state = _State.THINK if reasoning else _State.TEXT
@@ -81,24 +81,15 @@ class TagParser:
                 end, self._end = self._end, None
                 self._raw.append(end)
                 self._fail(end)
-            tag = None if piece.token_id is None else self._grammar.by_id.get(piece.token_id)
-            if tag is Tag.END:
-                self._characters(self._finder.flush())
-                self._end = piece.text
-                continue
-            self._raw.append(piece.text)
             if piece.token_id is None:
+                self._raw.append(piece.text)
                 self._text(piece.text)
-                continue
-            self._characters(self._finder.flush())
-            if tag is None:
-                self._characters(piece.text)
             else:
-                self._tag(tag, piece.text)
+                self._marker(piece.text, self._grammar.by_id.get(piece.token_id))
         return self._deltas.take()
 
     def finish(self, end: ReplyEnd) -> list[Delta]:
-        self._characters(self._finder.flush())
+        self._flush_finder()
         ended = end is ReplyEnd.END or self._end is not None
         if self._state is _State.CALL:
             self.malformed = ended
@@ -109,16 +100,35 @@ class TagParser:
             self.malformed = True
         return self._deltas.take()
 
+    def _marker(self, spelling: str, tag: Tag | None) -> None:
+        self._flush_finder()
+        if tag is Tag.END:
+            self._end = spelling
+            return
+        self._raw.append(spelling)
+        if tag is None:
+            self._characters(spelling)
+        else:
+            self._tag(tag, spelling)
+
     def _text(self, text: str) -> None:
         """Ordinary text, which may have tags in it."""
-        self._finder.add(text)
+        finder = self._finder
+        if finder is None:
+            self._characters(text)
+            return
+        finder.add(text)
         while self._state is not _State.RAW:
-            before, tag, spelling = self._finder.next(in_call=self._state is _State.CALL)
+            before, tag, spelling = finder.next(in_call=self._state is _State.CALL)
             self._characters(before)
             if tag is None:
                 return
             self._tag(tag, spelling)
-        self._characters(self._finder.flush())
+        self._flush_finder()
+
+    def _flush_finder(self) -> None:
+        if self._finder is not None:
+            self._characters(self._finder.flush())
 
     def _characters(self, text: str) -> None:
         """Ordinary text without tags."""
@@ -137,9 +147,11 @@ class TagParser:
             skipped = min(len(text) - len(rest), self._newlines_to_skip)
             text = text[skipped:]
             self._newlines_to_skip = 0 if text else self._newlines_to_skip - skipped
-        text = self._held + text
-        self._held = "\n" if text.endswith("\n") else ""
-        self._emit(text.removesuffix("\n"))
+        if self._held or text.endswith("\n"):
+            text = self._held + text
+            self._held = "\n" if text.endswith("\n") else ""
+            text = text.removesuffix("\n")
+        self._emit(text)
 
     def _tag(self, tag: Tag, spelling: str) -> None:
         match self._state, tag:

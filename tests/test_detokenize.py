@@ -35,7 +35,7 @@ def encode(tokenizer, text):
 
 
 @pytest.mark.parametrize("make", ALL_TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_pieces_of_any_ids_in_any_chunks_join_to_what_the_tokenizer_decodes(make, data):
     tokenizer = make()
@@ -44,7 +44,7 @@ def test_the_pieces_of_any_ids_in_any_chunks_join_to_what_the_tokenizer_decodes(
     assert joined(pieces) == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=12))
 def test_any_bytes_from_byte_fallback_join_to_what_the_tokenizer_decodes(data):
     tokenizer = llama_tokenizer()
@@ -52,7 +52,7 @@ def test_any_bytes_from_byte_fallback_join_to_what_the_tokenizer_decodes(data):
     assert joined(decode(tokenizer, ids)) == tokenizer.backend_tokenizer.decode(ids)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.sampled_from([*"aé日👍".encode(), 0xC0, 0xE0, 0xED, 0xA0, 0xF0, 0xF4, 0x90, 0x80, 0xFF]), max_size=12)
 )
@@ -96,7 +96,7 @@ def test_a_reply_keeps_the_space_that_its_first_token_begins_with(make):
 
 
 @pytest.mark.parametrize("make", BYTE_TOKENIZERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_reply_is_the_same_text_whatever_prompt_precedes_it(make, data):
     ids = st.lists(st.integers(0, len(make()) - 1), min_size=1, max_size=8)

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -73,7 +74,7 @@ def qwen_templates():
 
 
 @pytest.mark.parametrize("name", QWEN_TEMPLATES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(conversation=conversations())
 def test_the_ids_of_a_harmless_conversation_are_those_of_transformers(name, qwen_templates, conversation):
     expected = oracle_ids(qwen_tokenizer(), template(name), conversation)
@@ -90,11 +91,16 @@ PLAIN_TEXT = st.text(st.sampled_from("Paris the.  \n\téü日👍:Ж"), max_size
 OTHER_FAMILIES = [(chatml_tokenizer, CHATML), (llama_tokenizer, LLAMA), (unigram_tokenizer, CHATML)]
 
 
+@cache
+def other_family(make):
+    return ChatTemplate(make(), dict(OTHER_FAMILIES)[make])
+
+
 @pytest.mark.parametrize(("make", "source"), OTHER_FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(conversation=text_conversations(PLAIN_TEXT))
 def test_the_ids_are_those_of_transformers_for_other_kinds_of_vocabulary_too(make, source, conversation):
-    rendered = ChatTemplate(make(), source).render(conversation)
+    rendered = other_family(make).render(conversation)
     assert list(rendered.token_ids) == oracle_ids(make(), source, conversation)
 
 
@@ -128,13 +134,13 @@ def harmless_twin(conversation):
 
 
 @pytest.mark.parametrize(("make", "source"), OTHER_FAMILIES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_hostile_text_changes_no_marker_of_the_prompt(make, source, data):
     tokenizer = make()
     conversation = data.draw(text_conversations(fragments(tokenizer)))
-    rendered = ChatTemplate(tokenizer, source).render(conversation)
-    twin = ChatTemplate(tokenizer, source).render(harmless_twin(conversation))
+    rendered = other_family(make).render(conversation)
+    twin = other_family(make).render(harmless_twin(conversation))
     assert markers_of(tokenizer, rendered.token_ids) == markers_of(tokenizer, twin.token_ids)
 
 
@@ -160,7 +166,7 @@ def hostile_conversations(draw):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "qwen2_5"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(conversation=hostile_conversations())
 def test_hostile_text_in_every_field_changes_no_marker_and_loses_no_character(name, qwen_templates, conversation):
     tokenizer = qwen_tokenizer()
@@ -273,6 +279,15 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
     conversation = Conversation((user("q"), assistant("", call), result("call_1", "18")), (tool(),))
     text = ChatTemplate(qwen_tokenizer(), template("deepseekv3")).render(conversation).text
     assert 'get_weather\n```json\n{"city":  "Paris"}\n```' in text
+
+
+def test_a_template_that_would_print_an_object_as_python_does_gets_arguments_as_text():
+    source = """
+    {%- for m in messages %}{{ m.content }}
+        {%- for call in m.tool_calls or [] %}{{ call.function.name ~ call.function.arguments }}{% endfor %}
+    {%- endfor %}"""
+    conversation = Conversation((user("q"), assistant("", ToolCall("call_1", "f", '{"a": null}'))))
+    assert ChatTemplate(qwen_tokenizer(), source).render(conversation).text == 'qf{"a": null}'
 
 
 def test_a_template_that_wants_content_in_parts_gets_parts():

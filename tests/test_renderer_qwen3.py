@@ -224,7 +224,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_how_a_reply_is_cut_into_chunks_changes_nothing(data, qwen3, qwen3_text):
     renderer, tokenizer = data.draw(st.sampled_from([(qwen3, qwen_tokenizer()), (qwen3_text, chatml_tokenizer())]))
@@ -254,7 +254,7 @@ def _characters(piece):
     return [piece] if piece.token_id is not None else [Piece(char) for char in piece.text]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=10).map("".join))
 def test_no_text_is_lost_or_made_up(qwen3_text, text):
     parsed = parse(qwen3_text, [[Piece(text)]], ReplyEnd.CUT)

@@ -28,7 +28,7 @@ def cut_by_definition(text, stops):
     return text, None
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(SMALL_TEXT, STOPS, st.integers(1, 9))
 def test_the_text_is_cut_before_the_first_stop_string_that_is_complete_in_any_chunks(text, stops, size):
     matcher = StopMatcher(stops)
@@ -36,7 +36,7 @@ def test_the_text_is_cut_before_the_first_stop_string_that_is_complete_in_any_ch
     assert (run(matcher, *chunks), matcher.matched) == cut_by_definition(text, stops)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(SMALL_TEXT, STOPS)
 def test_exactly_what_may_yet_become_a_stop_string_is_held_back(text, stops):
     matcher = StopMatcher(stops)
