@@ -6,7 +6,7 @@ while deploying: the arguments of our applications, the catalogue, and whether t
 
 import hashlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,13 @@ DEMO_KEY = "roundhouse-demo"
 DEFAULT_PORT = 8000
 
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
-_HAPROXY_PORTS: Mapping[str, int] = {
-    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
-    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
-}
-"""Ports that HAProxy mode takes besides the service's own, and their defaults."""
+_HAPROXY_PORTS = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+"""Ports that HAProxy mode takes besides the service's own."""
 
 Yaml = dict[str, Any]  # a file of Serve's, of which we know only our parts
 
@@ -62,21 +62,19 @@ class DeployConfig:
         options["port"] = self.port if port is None else port
         return DeployConfig({**self.raw, "http_options": options}, self.service, options["host"], options["port"])
 
-    def with_free_ports(self) -> "DeployConfig":
-        """The same with other ports for HAProxy's own purposes where the usual ones are taken, so that two services can
-        run on one machine. Raises `ConfigRefused` where the file itself names a port that is taken.
+    def with_own_ports(self) -> "DeployConfig":
+        """The same with free ports for HAProxy's own purposes, unless the file names them: the usual ones are taken
+        when a second service runs on the machine. Raises `ConfigRefused` where a port that the file names is taken.
         """
         variables = _environment(self.raw)
         if variables.get(_HAPROXY) != "1":
             return self
-        moved = {}
-        for name, default in _HAPROXY_PORTS.items():
+        chosen = {name: str(free_port()) for name in _HAPROXY_PORTS if name not in variables}
+        for name in _HAPROXY_PORTS:
             if name in variables:
                 require_free("0.0.0.0", int(variables[name]), f"change {name} in controller_options")
-            elif not is_free("0.0.0.0", default):
-                moved[name] = str(free_port())
         options = {**self.raw["controller_options"]}
-        options["runtime_env"] = {**options["runtime_env"], "env_vars": {**variables, **moved}}
+        options["runtime_env"] = {**options["runtime_env"], "env_vars": {**variables, **chosen}}
         return DeployConfig({**self.raw, "controller_options": options}, self.service, self.host, self.port)
 
 

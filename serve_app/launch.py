@@ -41,7 +41,7 @@ class _Interrupted(BaseException):
 def up(config: DeployConfig) -> None:
     """Run the service until a signal. Raises `ConfigRefused` before anything is started, and `LaunchFailed`."""
     require_free(config.host, config.port, "end that, or choose another port with --port")
-    config = config.with_free_ports()
+    config = config.with_own_ports()
     adopt_orphans()
     service = _Service(config)
     try:
@@ -72,7 +72,7 @@ def welcome(config: DeployConfig) -> str:
 
 
 def _curl(url: str, model: str) -> list[str]:
-    body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
     return [
         f"curl {url}/v1/chat/completions \\",
         f"  -H 'Authorization: Bearer {DEMO_KEY}' -H 'Content-Type: application/json' \\",
