@@ -3,12 +3,14 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from renderers.messages import Conversation
+from renderers.base import RenderedPrompt
 from serve_app.answer import Answer, Edge, affinity_of, new_head
 from serve_app.body import JsonObject
+from serve_app.catalog import Target
 from serve_app.chunks import ChatChunks
 from serve_app.exchange import Exchange
 from serve_app.generation import opened
+from serve_app.length import check_conversation_length
 from serve_app.response import Reply, TextReader
 from serve_app.schema.chat import ChatBody
 from serve_app.schema.sampling import parse_body
@@ -22,11 +24,11 @@ async def open_chat(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIte
     """Raises a `RequestError`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before it yields."""
     check_sizes(raw, edge.limits, edge.catalog.longest_context)
     body = await edge.workers.run(exchange.body_bytes / 20, parse_body, ChatBody, raw)
-    exchange.ignored_fields = body.ignored_fields()
+    exchange.ignored_fields = body.ignored_fields(raw)
     target = await edge.catalog.resolve(body.model, exchange.caller)
     request = await edge.workers.run(exchange.body_bytes / 20, validate_chat, body, target, edge.limits)
     exchange.record.about(target, streamed=request.options.stream)
-    prompt = await edge.workers.run(_render_us(request.conversation), request.renderer.render, request.conversation)
+    prompt = await edge.workers.run(exchange.body_bytes, _render, request, target)
     head = new_head("chatcmpl", target, request.options, prompt.token_ids)
     generate = generate_request(request, prompt.token_ids, target, exchange.caller, request_id=head.id)
     reply = Reply(
@@ -46,8 +48,7 @@ def _stop_strings(request: ChatRequest) -> tuple[str, ...]:
     return (*request.options.stop_strings, *request.renderer.stop_strings)
 
 
-def _render_us(conversation: Conversation) -> float:
-    """Microseconds to render and tokenise, roughly: one per character."""
-    texts = sum(len(message.text) + len(message.reasoning or "") for message in conversation.messages)
-    calls = sum(len(call.arguments) for message in conversation.messages for call in message.tool_calls)
-    return texts + calls + sum(200 + 100 * len(tool.parameters) for tool in conversation.tools)
+def _render(request: ChatRequest, target: Target) -> RenderedPrompt:
+    """Takes about a microsecond per byte of the body."""
+    check_conversation_length(request, target.model, target.context_length)
+    return request.renderer.render(request.conversation)

@@ -9,7 +9,8 @@ from serve_app.catalog import Target
 from serve_app.chunks import TextChunks
 from serve_app.exchange import Exchange
 from serve_app.generation import opened
-from serve_app.prompt import PromptTokens, detokenize, tokenize
+from serve_app.length import check_prompt_length
+from serve_app.prompt import PromptTokens, detokenize, tokenize, tokenize_for_echo
 from serve_app.response import PlainParser, Reply, TextReader
 from serve_app.schema.completion import CompletionBody
 from serve_app.schema.sampling import parse_body
@@ -24,7 +25,7 @@ async def open_completion(edge: Edge, exchange: Exchange, raw: JsonObject) -> As
     """Raises a `RequestError`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before it yields."""
     check_sizes(raw, edge.limits, edge.catalog.longest_context)
     body = await edge.workers.run(exchange.body_bytes / 40, parse_body, CompletionBody, raw)
-    exchange.ignored_fields = body.ignored_fields()
+    exchange.ignored_fields = body.ignored_fields(raw)
     target = await edge.catalog.resolve(body.model, exchange.caller)
     request = validate_completion(body, target, edge.limits)
     exchange.record.about(target, streamed=request.options.stream)
@@ -48,7 +49,9 @@ async def open_completion(edge: Edge, exchange: Exchange, raw: JsonObject) -> As
 
 async def _prompt(request: CompletionRequest, target: Target, workers: Workers) -> PromptTokens:
     if isinstance(request.prompt, str):
-        return await workers.run(len(request.prompt), tokenize, request.prompt, target.model)
+        cost_us = len(request.prompt)
+        await workers.run(cost_us, check_prompt_length, request.prompt, target.model, target.context_length)
+        return await workers.run(cost_us, tokenize_for_echo if request.echo else tokenize, request.prompt, target.model)
     if request.echo:
         return await workers.run(4 * len(request.prompt), detokenize, request.prompt, target.model.table)
     return PromptTokens(request.prompt)

@@ -30,7 +30,7 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
           expires_at: 2031-01-01T00:00:00Z   # default never
           limits: {concurrency: 64}          # any of the three of `limits.per_key`, for this key
       limits:
-        body_bytes: 16777216                 # larger request bodies are refused (413)
+        body_bytes: 8388608                  # larger request bodies are refused (413)
         body_timeout_s: 30                   # a body that takes longer is refused (400)
         messages: 4096                       # per request
         tools: 512                           # per request
@@ -134,7 +134,7 @@ class KeyConfig(_Section):
 class LimitsConfig(_Section):
     """Bounds on what a caller can make the service do."""
 
-    body_bytes: Count = 16 * 2**20
+    body_bytes: Count = 8 * 2**20
     body_timeout_s: Seconds = 30.0
     messages: Count = 4096
     tools: Count = 512

@@ -10,9 +10,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.auth import Caller
 from serve_app.errors import HttpError
+from serve_app.schema.sampling import MAX_IGNORED_FIELDS
 from serve_app.usage import RequestRecord
 
-_MAX_IGNORED_FIELDS = 32
 _MAX_FIELD_CHARACTERS = 64
 
 
@@ -81,5 +81,5 @@ class Exchange:
 
 def _names(fields: tuple[str, ...]) -> str:
     """Names that callers made up, safe in a header."""
-    shown = [quote(name[:_MAX_FIELD_CHARACTERS], safe="._-[]") for name in fields[:_MAX_IGNORED_FIELDS]]
+    shown = [quote(name[:_MAX_FIELD_CHARACTERS], safe="._-[]") for name in fields[:MAX_IGNORED_FIELDS]]
     return ", ".join(shown)

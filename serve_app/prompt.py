@@ -25,10 +25,20 @@ class PromptTokens:
 
 def tokenize(prompt: str, model: ServedModel) -> PromptTokens:
     """By the tokenizer's defaults; the text of a special token is that token. Raises `InvalidRequest`."""
+    (encoding,) = model.tokenizer.backend_tokenizer.encode_batch_fast([prompt])
+    return PromptTokens(_not_empty(prompt, encoding.ids))
+
+
+def tokenize_for_echo(prompt: str, model: ServedModel) -> PromptTokens:
+    """The same, with what `echo` needs."""
     encoding = model.tokenizer.backend_tokenizer.encode(prompt)
-    if not encoding.ids:
+    return PromptTokens(_not_empty(prompt, encoding.ids), prompt, tuple(start for start, _ in encoding.offsets))
+
+
+def _not_empty(prompt: str, token_ids: list[int]) -> tuple[int, ...]:
+    if not token_ids:
         raise InvalidRequest(f"prompt must have at least one token, got {len(prompt)} characters with none.", "prompt")
-    return PromptTokens(tuple(encoding.ids), prompt, tuple(start for start, _ in encoding.offsets))
+    return tuple(token_ids)
 
 
 def detokenize(token_ids: tuple[int, ...], table: TokenTable) -> PromptTokens:

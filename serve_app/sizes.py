@@ -13,10 +13,13 @@ def check_sizes(raw: Mapping[str, object], limits: LimitsConfig, longest_context
     _at_most("stop", raw.get("stop"), limits.stop_sequences)
     _at_most("logit_bias", raw.get("logit_bias"), limits.logit_bias_entries)
     _at_most("prompt_chunks", raw.get("prompt_chunks"), limits.messages)
-    for index, message in enumerate(_list(raw.get("messages"))):
-        if isinstance(message, dict):
-            _at_most(f"messages[{index}].content", _list(message.get("content")), limits.messages)
-            _at_most(f"messages[{index}].tool_calls", message.get("tool_calls"), limits.tools)
+    for name in ("content", "tool_calls"):
+        messages = [message for message in _list(raw.get("messages")) if isinstance(message, dict)]
+        count = sum(len(_list(message.get(name))) for message in messages)
+        if count > limits.messages:
+            raise InvalidRequest(
+                f"messages must have at most {limits.messages} items of {name} in all, got {count}.", "messages"
+            )
     prompt = _list(raw.get("prompt"))
     _check_tokens("prompt", _list(prompt[0]) or prompt if prompt else prompt, longest_context)
     for chunk in _list(raw.get("prompt_chunks")):

@@ -40,9 +40,12 @@ class ToolRules:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat that its model can take. `sampling.max_tokens` is set by `generate_request`."""
+    """A chat that its model can take. `sampling.max_tokens` is set by `generate_request`. `tools_characters`: of the
+    declarations as JSON.
+    """
 
     conversation: Conversation
+    tools_characters: int
     renderer: Renderer
     tool_rules: ToolRules
     separate_reasoning: bool
@@ -79,6 +82,7 @@ def validate_chat(body: ChatBody, target: Target, limits: LimitsConfig) -> ChatR
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return ChatRequest(
         conversation=Conversation(messages, tools, body.reasoning_effort),
+        tools_characters=sum(tool.num_characters for tool in body.tools or ()),
         renderer=target.renderer,
         tool_rules=_tool_rules(body, tools, target),
         separate_reasoning=body.separate_reasoning is not False,

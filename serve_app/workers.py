@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Two lanes: large pieces of work go one after another, so that they hold up, and use memory beside, only each
-    other. `close` it.
+    """Two lanes: large pieces of work share two threads, so that they wait for, and use memory beside, few others.
+    `close` it.
     """
 
     def __init__(self, num_threads: int = 4) -> None:
         self._common = ThreadPoolExecutor(num_threads, thread_name_prefix="work")
-        self._large = ThreadPoolExecutor(1, thread_name_prefix="large-work")
+        self._large = ThreadPoolExecutor(2, thread_name_prefix="large-work")
 
     async def run(self, cost_us: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes about so many microseconds: here if that is short, else in a thread."""

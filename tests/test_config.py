@@ -36,7 +36,7 @@ def test_a_minimal_configuration_has_the_documented_defaults() -> None:
     config = parse_config({"models": [MODEL]})
     assert config.keys == ()
     assert config.checkpoints.roots == ()
-    assert config.limits.body_bytes == 16 * 2**20
+    assert config.limits.body_bytes == 8 * 2**20
     assert config.limits.per_key.concurrency == 256
     assert config.models[0].renderer is None
 

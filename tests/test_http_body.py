@@ -1,6 +1,8 @@
 """The request body: what is JSON here, and what it may cost."""
 
+import gc
 import json
+import re
 import time
 from typing import Any
 
@@ -67,7 +69,7 @@ def test_a_body_that_says_it_is_too_large_is_413_before_it_is_sent(edge: Running
         )
         status, headers, body = read_response(connection)
         assert connection.recv(1) == b"", "the connection must close: the body was not read"
-    message = "The request body must have at most 16777216 bytes, got 99999999999."
+    message = "The request body must have at most 8388608 bytes, got 99999999999."
     assert (status, headers["connection"]) == (413, "close")
     assert json.loads(body) == error(message, code="request_too_large")
 
@@ -132,8 +134,14 @@ def test_lone_surrogates_are_refused_wherever_they_stand() -> None:
     ("fields", "message"),
     [
         ({"messages": [{}] * 5000}, "messages must have at most 4096 items, got 5000."),
-        ({"messages": [{"content": [{}] * 5000}]}, "messages[0].content must have at most 4096 items, got 5000."),
-        ({"messages": [{"tool_calls": [{}] * 600}]}, "messages[0].tool_calls must have at most 512 items, got 600."),
+        (
+            {"messages": [{"content": [{}] * 2500}] * 2},
+            "messages must have at most 4096 items of content in all, got 5000.",
+        ),
+        (
+            {"messages": [{"tool_calls": [{}] * 50}] * 100},
+            "messages must have at most 4096 items of tool_calls in all, got 5000.",
+        ),
         ({"tools": [{}] * 600}, "tools must have at most 512 items, got 600."),
         ({"stop": [{}] * 300}, "stop must have at most 256 items, got 300."),
         ({"logit_bias": {str(i): 1 for i in range(1100)}}, "logit_bias must have at most 1024 items, got 1100."),
@@ -144,6 +152,61 @@ def test_how_much_a_request_holds_is_judged_before_each_part_of_it(
 ) -> None:
     response = edge.post("/chat/completions", **fields)
     assert (response.status_code, response.json()) == (400, error(message, param=message.split(" ")[0]))
+
+
+def test_a_body_of_very_many_small_values_is_refused_unread(edge: RunningEdge) -> None:
+    response = send(edge, b"[" + b"[]," * 1_000_000 + b"0]")
+    message = "The request body must have at most 1000000 opening brackets and braces, got 1000001."
+    assert (response.status_code, response.json()) == (400, error(message))
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_reading_a_body_leaves_the_garbage_collector_as_it_was(collecting: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if collecting else gc.disable)()
+    try:
+        parse_object(b'{"a": [[], []]}')
+        with pytest.raises(InvalidRequest):
+            parse_object(b"[")
+        assert gc.isenabled() is collecting
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize("text", ["hello world ", "a", "日本 "])
+def test_a_text_of_megabytes_is_refused_without_being_tokenised_as_a_whole(edge: RunningEdge, text: str) -> None:
+    prompt = text * (4_000_000 // len(text.encode()))
+    for response in (edge.complete(prompt), edge.chat(prompt)):
+        message = response.json()["error"]["message"]
+        found = re.fullmatch(
+            r"(prompt|messages) must have fewer tokens than the model's context window of 4096, got more than (\d+)\.",
+            message,
+        )
+        assert found is not None, message
+        assert int(found[2]) < 20_000
+
+
+def test_a_long_text_that_fits_is_served(edge: RunningEdge) -> None:
+    prompt = " the capital of France" * 900
+    assert len(prompt) > 4096
+    assert edge.complete(prompt, max_tokens=1).status_code == 200
+    assert edge.chat(prompt, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("where", ["reasoning", "arguments", "tools"])
+def test_what_a_template_may_drop_is_bounded_too(edge: RunningEdge, where: str) -> None:
+    big = "x" * 200_000
+    user: Any = {"role": "user", "content": "x"}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": big})}}
+    messages, tools = {
+        "reasoning": ([{"role": "assistant", "content": "", "reasoning_content": big}, user], None),
+        "arguments": ([{"role": "assistant", "tool_calls": [call]}, user], None),
+        "tools": ([user], [{"type": "function", "function": {"name": "f", "description": big}}]),
+    }[where]
+    response = edge.post("/chat/completions", model="tiny/Chat", messages=messages, tools=tools)
+    said = "messages and tools must have at most 131072 characters of reasoning, arguments and declarations, got 200"
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(said)
 
 
 def test_of_many_faults_only_the_first_is_looked_for(edge: RunningEdge) -> None:

@@ -1,6 +1,7 @@
 """The body of POST /chat/completions."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -12,6 +13,8 @@ from renderers.messages import Effort
 from serve_app.schema.completion import image_url
 from serve_app.schema.sampling import MAX_LOGPROBS, SamplingFields, Section
 from serve_app.sentence import Complaint
+
+_MAY_OVERFLOW = re.compile(r"[eE]\+?0*[0-9]{3}|[0-9]{300}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ def _arguments(value: object) -> str:
         raise Complaint("must be a string that holds a JSON object", value)
     try:
         parsed = from_json(value, allow_inf_nan=False)
-        json.dumps(parsed, allow_nan=False)  # 1e999 is read as infinity
+        if _MAY_OVERFLOW.search(value):
+            json.dumps(parsed, allow_nan=False)  # 1e999 is read as infinity
     except ValueError as exc:
         raise Complaint(f"must hold a JSON object ({exc})", value) from exc
     if not isinstance(parsed, dict):
@@ -126,11 +130,17 @@ class ToolBody(Section):
     type: Literal["function"]
     function: FunctionBody
     _declared: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+    _num_characters: int = PrivateAttr(default=0)
 
     @property
     def declared(self) -> Mapping[str, Any]:
         """The tool as the caller wrote it: this is what templates render."""
         return self._declared
+
+    @property
+    def num_characters(self) -> int:
+        """Of the declaration as JSON."""
+        return self._num_characters
 
     @model_validator(mode="wrap")
     @classmethod
@@ -138,7 +148,8 @@ class ToolBody(Section):
         body = check(value)
         assert isinstance(value, dict)
         try:
-            json.dumps(value, allow_nan=False)  # 1e999 is read as infinity, which templates would write out
+            # 1e999 is read as infinity, which templates would write out.
+            body._num_characters = len(json.dumps(value, allow_nan=False, ensure_ascii=False))
         except ValueError as exc:
             raise Complaint("must hold finite numbers only", value) from exc
         body._declared = value
@@ -159,6 +170,6 @@ class ChatBody(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    def ignored_fields(self) -> tuple[str, ...]:
+    def ignored_fields(self, raw: Mapping[str, object]) -> tuple[str, ...]:
         inner = {f"messages[].{name}" for message in self.messages for name in message.unknown_fields()}
-        return (*SamplingFields.ignored_fields(self), *sorted(inner))
+        return (*SamplingFields.ignored_fields(self, raw), *sorted(inner))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
@@ -10,6 +11,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.sentence import Complaint, explain
 
 MAX_LOGPROBS = 20
+MAX_IGNORED_FIELDS = 32
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 _TOKEN_ID_MAX = 2**31 - 1
 
@@ -36,8 +38,9 @@ class Stops:
 
 def parse_body(kind: type[_Body], raw: Mapping[str, object]) -> _Body:
     """Raises `InvalidRequest` with the first thing that is wrong."""
+    known = {name: raw[name] for name in kind.model_fields if name in raw}  # there may be very many of the others
     try:
-        return kind.model_validate(raw)
+        return kind.model_validate(known)
     except ValidationError as exc:
         path, sentence = explain(exc.errors(include_url=False)[0], "The request")
         raise InvalidRequest(sentence, path or None) from exc
@@ -111,8 +114,9 @@ class SamplingFields(Section):
     return_token_ids: bool | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
 
-    def ignored_fields(self) -> tuple[str, ...]:
-        """Fields that have no effect, by their paths."""
+    def ignored_fields(self, raw: Mapping[str, object]) -> tuple[str, ...]:
+        """Fields of the body that have no effect, by their paths; the first of many."""
+        unknown = (name for name, value in raw.items() if value is not None and name not in type(self).model_fields)
         options = self.stream_options
         inner = [] if options is None else [f"stream_options.{name}" for name in options.unknown_fields()]
-        return (*self.unknown_fields(), *inner)
+        return (*islice(unknown, MAX_IGNORED_FIELDS), *inner)
