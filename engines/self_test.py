@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.model_loader import LoadedModel
 from engines.model_runner import NO_SINK, ModelRunner
@@ -58,9 +59,9 @@ def prepare(loaded: LoadedModel) -> SelfTest:
     return SelfTest(prompts, tuple(expected))
 
 
-def check(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, *, block_size: int) -> float:
+def check(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, config: EngineConfig) -> float:
     """The largest relative difference. Raises `ModelRefused` when it is beyond the dtype's tolerance."""
-    found = _run_in_chunks(runner, _laid_out(test.prompts, runner, block_size), shortest=17)
+    found = _run_in_chunks(runner, _laid_out(test.prompts, runner, config), config, shortest=17)
     differences = [_difference(a, b) for a, b in zip(found, test.expected, strict=True)]
     limit = TOLERANCE[loaded.dtype]
     if not all(difference <= limit for difference in differences):  # NaN is not
@@ -73,11 +74,11 @@ def check(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, *, block_siz
     return max(differences)
 
 
-def check_exact(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, *, block_size: int) -> None:
+def check_exact(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, config: EngineConfig) -> None:
     """Raises `ModelRefused` unless the bits of the logits are the same alone, in company and in other chunks."""
-    together = _run_in_chunks(runner, _laid_out(test.prompts, runner, block_size), shortest=17)
+    together = _run_in_chunks(runner, _laid_out(test.prompts, runner, config), config, shortest=17)
     for prompt, expected in zip(test.prompts, together, strict=True):
-        (alone,) = _run_in_chunks(runner, _laid_out((prompt,), runner, block_size), shortest=5)
+        (alone,) = _run_in_chunks(runner, _laid_out((prompt,), runner, config), config, shortest=5)
         if not torch.equal(alone, expected):
             raise ModelRefused(
                 f"{loaded.config.model_type}: exact is set, and on {loaded.device} this model's logits change with the "
@@ -85,9 +86,9 @@ def check_exact(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, *, blo
             )
 
 
-def _laid_out(prompts: SequenceOf[tuple[int, ...]], runner: ModelRunner, block_size: int) -> list[Sequence]:
+def _laid_out(prompts: SequenceOf[tuple[int, ...]], runner: ModelRunner, config: EngineConfig) -> list[Sequence]:
     """A sequence for each prompt, in shuffled blocks of a cache that is made anew."""
-    per_prompt = [-(-len(prompt) // block_size) for prompt in prompts]
+    per_prompt = [-(-len(prompt) // config.block_size) for prompt in prompts]
     runner.allocate(1 + sum(per_prompt))
     blocks = list(range(1, 1 + sum(per_prompt)))
     random.Random(1).shuffle(blocks)
@@ -105,14 +106,19 @@ def _prompt_length(loaded: LoadedModel) -> int:
     return min(max(64, window + _BEYOND_WINDOW), _LONGEST, loaded.context_length)
 
 
-def _run_in_chunks(runner: ModelRunner, sequences: SequenceOf[Sequence], *, shortest: int) -> list[torch.Tensor]:
-    """Logits of the last tokens of each sequence, from prefill chunks of unequal length and one-token rows."""
+def _run_in_chunks(
+    runner: ModelRunner, sequences: SequenceOf[Sequence], config: EngineConfig, *, shortest: int
+) -> list[torch.Tensor]:
+    """Logits of the last tokens of each sequence, from prefill chunks of unequal length and one-token rows. No step has
+    more tokens than the engine's own.
+    """
+    longest = max(1, config.max_step_tokens // len(sequences))
     found: list[list[torch.Tensor]] = [[] for _ in sequences]
     while any(sequence.num_pending for sequence in sequences):
         chunks = []
         for index, sequence in enumerate(sequences):
             before_decode = sequence.num_pending - _DECODED
-            length = 1 if before_decode <= 0 else min(before_decode, shortest + 12 * index)
+            length = 1 if before_decode <= 0 else min(before_decode, shortest + 12 * index, longest)
             if sequence.num_pending:
                 chunks.append(Chunk(sequence, sequence.num_computed, length))
         rows = runner.last_logits(chunks)

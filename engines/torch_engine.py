@@ -186,9 +186,9 @@ def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
         test = self_test.prepare(loaded) if config.self_test else None
         runner = ModelRunner(loaded, config, threads=threads)
         if test is not None:
-            self_test.check(test, runner, loaded, block_size=config.block_size)
+            self_test.check(test, runner, loaded, config)
             if config.exact:
-                self_test.check_exact(test, runner, loaded, block_size=config.block_size)
+                self_test.check_exact(test, runner, loaded, config)
         context_length = _context_length(config, loaded)
         num_blocks = blocks_for(
             runner.shapes,

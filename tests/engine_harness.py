@@ -82,7 +82,8 @@ def adapter(model: str, kind: str, seed: int = 0) -> Adapter:
 
 @cache
 def peft_model(model: str, adapter: Adapter) -> Any:
-    base = AutoModelForCausalLM.from_pretrained(model_folder(model))
+    base = random_model(model)
+    base.load_state_dict(plain_model(model).state_dict())
     return PeftModel.from_pretrained(base, adapter.directory).eval()
 
 
@@ -98,13 +99,40 @@ def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
     return logits.float()
 
 
+class NearTie(Exception):
+    """Two tokens are so close that rounding decides between them."""
+
+
 @cache
-def reference_greedy(name: str, adapter: Adapter | None, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """The likeliest continuation by plain forwards over the whole text."""
-    model, known = reference_model(name, adapter), list(prompt)
+def reference_greedy(
+    name: str, adapter: Adapter | None, prompt: tuple[int, ...], max_tokens: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The likeliest continuation by plain forwards over the whole text, and its log-probabilities."""
+    model, known, logprobs = reference_model(name, adapter), list(prompt), []
     for _ in range(max_tokens):
-        known.append(int(reference_logits(model, known)[-1].argmax()))
-    return tuple(known[len(prompt) :])
+        row = torch.log_softmax(reference_logits(model, known)[-1], dim=-1)
+        best, second = row.topk(2).values.tolist()
+        if best - second < 1e-3:
+            raise NearTie
+        known.append(int(row.argmax()))
+        logprobs.append(best)
+    return tuple(known[len(prompt) :]), tuple(logprobs)
+
+
+@cache
+def clear_prompt(
+    name: str, length: int, max_tokens: int, *, bounds: tuple[Adapter | None, ...] = (None,), seed: int = 0
+) -> tuple[int, ...]:
+    """A prompt after which the model, with each of these adapters, never has a near tie."""
+    for attempt in count():
+        prompt = prompt_of(length, seed + 100 * attempt)
+        try:
+            for bound in bounds:
+                reference_greedy(name, bound, prompt, max_tokens)
+            return prompt
+        except NearTie:
+            continue
+    raise AssertionError
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -259,6 +287,19 @@ class Engines:
     def __exit__(self, *exc: object) -> None:
         for engine in self._started.values():
             engine.close()
+
+
+def kv_bytes(name: str, num_blocks: int) -> int:
+    """Of this many blocks of 16 tokens of a tiny model."""
+    config = tiny_models.CONFIGS[name]()
+    if name == "deepseek-v3":
+        heads, dims = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, dims = config.num_key_value_heads, 2 * head_dim
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    num_layers = sum(kind.endswith("_attention") and kind != "linear_attention" for kind in layer_types)
+    return num_blocks * 16 * num_layers * heads * dims * 4
 
 
 def engine_config(name: str = "llama", **settings: Any) -> EngineConfig:

@@ -1,0 +1,169 @@
+"""Greedy tokens and log-probabilities are those of transformers and PEFT: alone, batched, in chunks, from the prefix
+cache, after preemption, with other adapters beside them.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+from engine_harness import (
+    DrivenEngine,
+    Engines,
+    Result,
+    adapter,
+    clear_prompt,
+    kv_bytes,
+    prompt_of,
+    reference_greedy,
+    request,
+)
+from tiny_models import CONFIGS, HYBRID
+
+from engines.protocol import Adapter, GenerateRequest
+
+LENGTHS = (15, 14, 13, 12, 1, 17, 40, 70)
+TOKENS = 10
+
+BY_MODEL = {
+    "llama": ("q-v", "all", "head", "embedding", "wide"),
+    "llama-tied": ("head", "embedding"),
+    "qwen2": ("all",),
+    "qwen3": ("all", "q-v"),
+    "qwen3-moe": ("all", "experts", "router"),
+    "mistral": ("all",),
+    "gemma2": ("all",),
+    "gemma3": ("q-v",),
+    "gpt-oss": ("oss-experts", "q-v"),
+    "deepseek-v3": ("mla", "experts"),
+    "qwen3-5": ("all",),
+    "qwen3-next": ("all", "experts"),
+    "lfm2": ("all",),
+}
+
+
+NATIVE = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")
+"""Those that the C kernels compute unless told otherwise."""
+
+BACKENDS = [*((name, "auto") for name in CONFIGS), *((name, "sdpa") for name in NATIVE)]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    with Engines() as engines:
+        yield engines
+
+
+def hard(engines: Engines, name: str, attention: str = "auto") -> DrivenEngine:
+    """Small chunks, a pool that is too small for all, fewer adapter slots than adapters."""
+    return engines(
+        name,
+        attention=attention,
+        context_length=96,
+        kv_cache_bytes=kv_bytes(name, 8),
+        max_step_tokens=24,
+        max_step_tokens_decoding=19,
+        max_adapters=2,
+    )
+
+
+def assert_reference(name: str, made: GenerateRequest, result: Result) -> None:
+    assert result.error is None
+    tokens, logprobs = reference_greedy(name, made.adapter, made.prompt_token_ids, made.sampling.max_tokens)
+    assert tuple(result.token_ids) == tokens
+    assert [score.logprob for score in result.logprobs] == pytest.approx(logprobs, abs=3e-4)
+
+
+def requests_for(name: str, *bounds: Adapter | None, lengths: tuple[int, ...] = LENGTHS) -> list[GenerateRequest]:
+    """The same prompts with each adapter."""
+    prompts = [clear_prompt(name, length, TOKENS, bounds=bounds) for length in lengths]
+    return [request(prompt, adapter=bound, max_tokens=TOKENS, logprobs=0) for bound in bounds for prompt in prompts]
+
+
+@pytest.mark.parametrize(("name", "attention"), BACKENDS)
+def test_each_architecture_gives_the_tokens_of_its_plain_forward(name: str, attention: str, engines: Engines) -> None:
+    engine = hard(engines, name, attention)
+    together = requests_for(name, None)
+    for made, result in zip(together, engine.generate(*together), strict=True):
+        assert_reference(name, made, result)
+    assert engine.stats().counters["preemptions"] > 0
+    for made in [*requests_for(name, None), requests_for(name, None)[-1]]:
+        result = engine.one(made)
+        assert_reference(name, made, result)
+    assert result.cached_tokens == (0 if name in HYBRID else 64)
+
+
+@pytest.mark.parametrize(("name", "attention"), [pair for pair in BACKENDS if pair[0] in BY_MODEL])
+def test_adapters_and_base_in_one_batch_give_the_tokens_of_peft(name: str, attention: str, engines: Engines) -> None:
+    engine = hard(engines, name, attention)
+    bounds = (None, *(adapter(name, kind) for kind in BY_MODEL[name]))
+    requests = requests_for(name, *bounds, lengths=(5, 40))
+    for made, result in zip(requests, engine.generate(*requests), strict=True):
+        assert_reference(name, made, result)
+    answers = {reference_greedy(name, made.adapter, made.prompt_token_ids, TOKENS) for made in requests}
+    assert len(answers) == len(requests), "an adapter that changes nothing proves nothing"
+
+
+@pytest.mark.parametrize("kind", BY_MODEL["llama"])
+def test_an_adapter_alone_gives_the_tokens_of_peft(kind: str, engines: Engines) -> None:
+    made = requests_for("llama", adapter("llama", kind), lengths=(40,))[0]
+    assert_reference("llama", made, hard(engines, "llama").one(made))
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("max_step_tokens", [1, 3, 16, 33, 1000])
+def test_the_size_of_the_chunks_changes_nothing(max_step_tokens: int, attention: str, engines: Engines) -> None:
+    budgets = {"max_step_tokens": max_step_tokens, "max_step_tokens_decoding": max_step_tokens}
+    requests = requests_for("mistral", None, adapter("mistral", "all"))
+    for made, result in zip(
+        requests, engines("mistral", attention=attention, **budgets).generate(*requests), strict=True
+    ):
+        assert_reference("mistral", made, result)
+
+
+def test_a_warm_prefix_cache_changes_nothing_and_is_the_adapters_own(engines: Engines) -> None:
+    engine = engines("llama")
+    for made in requests_for("llama", None, adapter("llama", "all"), adapter("llama", "q-v"), lengths=(69,)):
+        cached = []
+        for _ in range(2):
+            again = request(made.prompt_token_ids, adapter=made.adapter, max_tokens=TOKENS, logprobs=0)
+            result = engine.one(again)
+            assert_reference("llama", again, result)
+            cached.append(result.cached_tokens)
+        assert cached == [0, 64]
+
+
+def test_the_prefix_cache_can_be_left_out(engines: Engines) -> None:
+    engine = engines("llama", prefix_cache=False)
+    for _ in range(2):
+        made = requests_for("llama", None, lengths=(70,))[0]
+        result = engine.one(made)
+        assert_reference("llama", made, result)
+        assert result.cached_tokens == 0
+
+
+def test_an_answer_that_is_continued_finds_its_own_tokens_in_the_cache(engines: Engines) -> None:
+    engine = engines("llama")
+    first = engine.one(request(prompt_of(30, seed=2), max_tokens=30))
+    longer = (*prompt_of(30, seed=2), *first.token_ids, 5)
+    made = request(longer, max_tokens=TOKENS, logprobs=0)
+    result = engine.one(made)
+    assert_reference("llama", made, result)
+    assert result.cached_tokens == 48  # 59 tokens were computed: the last of the first answer never was
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_requests_that_arrive_while_others_decode_change_nothing(name: str, engines: Engines) -> None:
+    engine = engines(name, max_step_tokens_decoding=9)
+    requests = requests_for(name, None, adapter(name, "all"))
+    results = engine.generate(*requests, arrivals=[3 * i for i in range(len(requests))])
+    for made, result in zip(requests, results, strict=True):
+        assert_reference(name, made, result)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_an_adapter_that_is_evicted_and_loaded_again_gives_the_same_tokens(attention: str, engines: Engines) -> None:
+    small = adapter("llama", "q-v")
+    engine = engines("llama", attention=attention, max_adapters=1, adapter_bytes=1)
+    for bound in (small, adapter("llama", "wide"), small, adapter("llama", "all"), small):
+        made = requests_for("llama", bound, lengths=(17,))[0]
+        assert_reference("llama", made, engine.one(made))
+    assert engine.stats().counters["adapter_loads"] == 5
