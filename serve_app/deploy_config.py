@@ -6,23 +6,24 @@ while deploying: the arguments of our applications, the catalogue, and whether t
 
 import hashlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from serve_app.api_config import parse_api_args
+from serve_app.api_config import ApiArgs, parse_api_args
 from serve_app.config import ServiceConfig, parse_config
 from serve_app.errors import ConfigRefused
-from serve_app.model_config import parse_model_args
+from serve_app.model_config import ModelArgs, parse_model_args
 
 API = "serve_app.app:api"
 MODEL = "serve_app.app:model"
 INGRESS = "ingress"
 DEMO_KEY = "roundhouse-demo"
+DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -39,9 +40,12 @@ Yaml = dict[str, Any]  # a file of Serve's, of which we know only our parts
 
 @dataclass(frozen=True, slots=True)
 class DeployConfig:
-    """A checked config.yaml. `service`: what the ingress serves; None if the file has no `api` application."""
+    """A checked config.yaml. `apps`: the arguments of our applications by name; `service`: what the ingress serves,
+    None if the file has no `api` application.
+    """
 
     raw: Yaml
+    apps: Mapping[str, ApiArgs | ModelArgs]
     service: ServiceConfig | None
     host: str
     port: int
@@ -55,12 +59,19 @@ class DeployConfig:
         digest = hashlib.sha256(DEMO_KEY.encode()).hexdigest()
         return self.service is not None and any(key.sha256 == digest for key in self.service.keys)
 
+    @property
+    def graceful_shutdown_timeout_s(self) -> float:
+        """How long the service may take to finish its requests: the API first, then the models."""
+        timeouts = [args.graceful_shutdown_timeout_s for args in self.apps.values()]
+        return 2 * max(timeouts, default=0.0)
+
     def bound_to(self, host: str | None, port: int | None) -> "DeployConfig":
         """The same on another address; None leaves that part as it is."""
         options = {**(self.raw.get("http_options") or {})}
         options["host"] = self.host if host is None else host
         options["port"] = self.port if port is None else port
-        return DeployConfig({**self.raw, "http_options": options}, self.service, options["host"], options["port"])
+        raw = {**self.raw, "http_options": options}
+        return replace(self, raw=raw, host=options["host"], port=options["port"])
 
     def with_own_ports(self) -> "DeployConfig":
         """The same with free ports for HAProxy's own purposes, unless the file names them: the usual ones are taken
@@ -75,18 +86,21 @@ class DeployConfig:
                 require_free("0.0.0.0", int(variables[name]), f"change {name} in controller_options")
         options = {**self.raw["controller_options"]}
         options["runtime_env"] = {**options["runtime_env"], "env_vars": {**variables, **chosen}}
-        return DeployConfig({**self.raw, "controller_options": options}, self.service, self.host, self.port)
+        return replace(self, raw={**self.raw, "controller_options": options})
 
 
 def load_deploy_config(path: Path) -> DeployConfig:
     """Read and check a config.yaml. Raises `ConfigRefused` with one sentence for each thing that is wrong."""
     raw = _read(path)
-    problems = list(_problems(raw))
+    apps: dict[str, ApiArgs | ModelArgs] = {}
+    services: list[ServiceConfig] = []
+    problems = list(_parse(raw["applications"], apps, services))
+    problems += [problem for service in services for problem in _unserved(service, apps)]
     if problems:
         raise ConfigRefused("\n".join(problems))
     options = raw.get("http_options") or {}
-    host, port = options.get("host", "127.0.0.1"), options.get("port", DEFAULT_PORT)
-    return DeployConfig(raw, next(_services(raw), None), host, port)
+    host, port = options.get("host", DEFAULT_HOST), options.get("port", DEFAULT_PORT)
+    return DeployConfig(raw, apps, services[0] if services else None, host, port)
 
 
 def is_free(host: str, port: int) -> bool:
@@ -125,41 +139,29 @@ def _read(path: Path) -> Yaml:
     return raw
 
 
-def _problems(raw: Yaml) -> Iterator[str]:
-    applications: Sequence[object] = raw["applications"]
-    model_apps = {}
+def _parse(
+    applications: Sequence[object], apps: dict[str, ApiArgs | ModelArgs], services: list[ServiceConfig]
+) -> Iterator[str]:
+    """Fill `apps` and `services`; yields what is wrong."""
     for index, application in enumerate(applications):
         if not isinstance(application, dict) or not isinstance(application.get("name"), str):
             yield f"applications[{index}] must be an object with a name."
             continue
-        where = f"applications[{index}] ({application['name']})"
-        if application.get("import_path") == MODEL:
-            model_apps[application["name"]] = where
+        name, args, kind = application["name"], application.get("args") or {}, application.get("import_path")
         try:
-            _check(application)
+            if kind == MODEL:
+                apps[name] = parse_model_args(args)
+            elif kind == API:
+                apps[name] = parse_api_args(args)
+                services.append(parse_config(_user_config(application)))
         except ConfigRefused as exc:
-            yield f"{where}: {exc}"
-    try:
-        for service in _services(raw):
-            for model in service.models:
-                if model.app not in model_apps:
-                    yield f"models: {model.id!r} is to run in the application {model.app!r}, which is not in this file."
-    except ConfigRefused:
-        pass  # said above
+            yield f"applications[{index}] ({name}): {exc}"
 
 
-def _check(application: Yaml) -> None:
-    parse = {API: parse_api_args, MODEL: parse_model_args}.get(application.get("import_path", ""))
-    if parse is not None:
-        parse(application.get("args") or {})
-    if parse is parse_api_args:
-        parse_config(_user_config(application))
-
-
-def _services(raw: Yaml) -> Iterator[ServiceConfig]:
-    for application in raw["applications"]:
-        if isinstance(application, dict) and application.get("import_path") == API:
-            yield parse_config(_user_config(application))
+def _unserved(service: ServiceConfig, apps: Mapping[str, ApiArgs | ModelArgs]) -> Iterator[str]:
+    for model in service.models:
+        if not isinstance(apps.get(model.app), ModelArgs):
+            yield f"models: {model.id!r} is to run in the application {model.app!r}, which is not one of this file."
 
 
 def _user_config(application: Yaml) -> object:

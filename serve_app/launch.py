@@ -1,6 +1,6 @@
 """`python -m serve_app up`: the service as one foreground process that leaves nothing behind.
 
-The child is `serve run`, which starts a Ray cluster of its own; what that starts is this process' to end.
+The child (`driver.py`) is `serve run` with a Ray cluster of its own; what that starts is this process' to end.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +26,7 @@ from serve_app.serve_log import deploy_failure, plain
 
 _POLL_S = 0.25
 _STILL_STARTING_S = 20.0
-_SERVE_GRACE_S = 60.0  # Serve gives itself 30 s to shut down, and Ray some more
+_SERVE_GRACE_S = 60.0  # once the requests are finished: Serve gives itself 30 s to shut down, and Ray some more
 _REST_GRACE_S = 5.0
 _TAIL_LINES = 30
 
@@ -44,16 +45,25 @@ def up(config: DeployConfig) -> None:
     config = config.with_own_ports()
     adopt_orphans()
     service = _Service(config)
+    with _interruptible() as signals:
+        try:
+            _run(service, config)
+            service.finish()
+        except _Interrupted:
+            say("Ending at once.")
+        finally:
+            signals.ignored = True
+            service.destroy()
+
+
+def _run(service: "_Service", config: DeployConfig) -> None:
     try:
-        with _signals_interrupt():
-            service.start()
-            service.wait_until_ready()
-            say(welcome(config))
-            service.wait_for_the_end()
+        service.start()
+        service.wait_until_ready()
+        say(welcome(config))
+        service.wait_for_the_end()
     except _Interrupted:
         say("\nEnding: requests under way are finished first. Once more to end at once.")
-    finally:
-        service.close()
 
 
 def say(text: str) -> None:
@@ -72,7 +82,8 @@ def welcome(config: DeployConfig) -> str:
 
 
 def _curl(url: str, model: str) -> list[str]:
-    body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    message = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": model, "messages": [message], "temperature": 0}
     return [
         f"curl {url}/v1/chat/completions \\",
         f"  -H 'Authorization: Bearer {DEMO_KEY}' -H 'Content-Type: application/json' \\",
@@ -95,8 +106,7 @@ class _Service:
         say(f"Starting the service (log: {self._log})")
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(
-                # "local": never join a Ray cluster that happens to run on this machine.
-                [sys.executable, "-c", _SERVE, "run", "--address", "local", str(derived)],
+                [sys.executable, "-m", "serve_app.driver", str(derived)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -123,20 +133,17 @@ class _Service:
             self._require_alive()
             time.sleep(_POLL_S)
 
-    def close(self) -> None:
-        """End everything: first as Serve would, then whatever is left."""
-        try:
-            with _signals_interrupt():
-                if self._child is not None and self._child.poll() is None:
-                    self._child.send_signal(signal.SIGINT)  # the one signal on which Serve shuts down in order
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        self._child.wait(_SERVE_GRACE_S)
-        except _Interrupted:
-            say("Ending at once.")
-        finally:
-            with _signals_ignored():
-                end_descendants(_REST_GRACE_S)
-                shutil.rmtree(self._folder, ignore_errors=True)
+    def finish(self) -> None:
+        """End as a service should: when the requests are finished."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(self._config.graceful_shutdown_timeout_s + _SERVE_GRACE_S)
+
+    def destroy(self) -> None:
+        """End whatever is left."""
+        end_descendants(_REST_GRACE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _require_alive(self) -> None:
         assert self._child is not None
@@ -159,7 +166,6 @@ class _Service:
                     return
 
 
-_SERVE = "from ray.serve.scripts import cli; cli()"
 _SESSION = "--session-dir="
 
 
@@ -197,29 +203,23 @@ def _tail(log: Path) -> str:
     return "\n".join(plain(log.read_text(errors="replace")).splitlines()[-_TAIL_LINES:])
 
 
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Raise `_Interrupted` in the body on SIGINT, SIGTERM and SIGHUP."""
+@dataclass(slots=True)
+class _Signals:
+    ignored: bool = False
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _Interrupted
-
-    with _handling(interrupt):
-        yield
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.ignored:
+            raise _Interrupted
 
 
 @contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    with _handling(signal.SIG_IGN):
-        yield
-
-
-@contextlib.contextmanager
-def _handling(handler: "signal._HANDLER") -> Iterator[None]:
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, handler) for number in signals]
+def _interruptible() -> Iterator[_Signals]:
+    """Raise `_Interrupted` in the body on each SIGINT, SIGTERM and SIGHUP."""
+    signals = _Signals()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signals.handle) for number in numbers]
     try:
-        yield
+        yield signals
     finally:
-        for number, old in zip(signals, before, strict=True):
-            signal.signal(number, old)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
