@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engines.errors import AdapterChanged
+from engines.errors import AdapterChanged, EngineStopped
 from serve_app.answer import Answer, Edge
 from serve_app.body import JsonObject, read_json
 from serve_app.chat import open_chat
@@ -106,7 +106,9 @@ class Handlers:
             async with ClientWatch(exchange), _time_limit(settings.limits.total_timeout_s), AsyncExitStack() as stack:
                 try:
                     answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
-                except AdapterChanged:  # the checkpoint was replaced just now: its new content serves this request
+                except (AdapterChanged, EngineStopped):
+                    # The checkpoint was replaced just now, or the replica began to drain: nothing was run, and another
+                    # look finds the new content, another replica.
                     answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
                 exchange.record.first_token_s = exchange.elapsed_s()
                 try:

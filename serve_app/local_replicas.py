@@ -9,8 +9,6 @@ from engines.protocol import Engine, GenerateRequest, Output, TokenDelta
 from serve_app.errors import NoReplica
 from serve_app.frames import merge
 
-STALLED_AFTER_S = 30.0
-
 
 class _Stream:
     """What came for one request and was not read yet."""
@@ -45,8 +43,10 @@ class _Stream:
 class LocalReplicas:
     """One started engine per deployment. Also the sink of all their outputs."""
 
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Mapping[str, Engine], *, stalled_after_s: float = 30.0) -> None:
+        """`stalled_after_s`: an engine that made no step for this long while it had work is not ready."""
         self._engines = engines
+        self._stalled_after_s = stalled_after_s
         self._streams: dict[str, _Stream] = {}
 
     @property
@@ -89,6 +89,6 @@ class LocalReplicas:
         stats = engine.stats()
         if stats.failed:
             return "its engine has failed"
-        if stats.stalled_s > STALLED_AFTER_S:
+        if stats.stalled_s > self._stalled_after_s:
             return f"its engine has made no progress for {stats.stalled_s:.0f} s"
         return None
