@@ -1,6 +1,7 @@
 """`python -m serve_app`: run the service, check what it is to run, talk to it."""
 
 import argparse
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TypeAlias
 
 from pydantic import BaseModel, ValidationError
 
+from engines.errors import EngineError
 from renderers.base import RenderError
 from serve_app.auth import hash_key, new_key
 from serve_app.client import Client, ServiceRefused
@@ -17,6 +19,7 @@ from serve_app.config import ServiceConfig
 from serve_app.deploy_config import DEMO_KEY, DeployConfig, load_deploy_config
 from serve_app.errors import ConfigRefused, ServiceError
 from serve_app.launch import LaunchFailed, say, up
+from serve_app.model_id import parse_checkpoint_path
 from serve_app.sentence import explain
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -32,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(options)
     except ConfigRefused as exc:
         return _complain(exc, 2)
-    except (ServiceError, RenderError, ServiceRefused, LaunchFailed) as exc:
+    except (ServiceError, EngineError, RenderError, ServiceRefused, LaunchFailed) as exc:
         return _complain(exc, 1)
     except KeyboardInterrupt:
         return 130
@@ -101,6 +104,27 @@ def _tokenize(options: argparse.Namespace) -> None:
     _show(tokenize_text(_service(options), options.model, options.text))
 
 
+def _list_checkpoints(options: argparse.Namespace) -> None:
+    from serve_app.checkpoint_debug import list_checkpoints
+
+    for path in asyncio.run(list_checkpoints(load_deploy_config(options.config), options.owner)):
+        say(path)
+
+
+def _check_checkpoint(options: argparse.Namespace) -> None:
+    from serve_app.checkpoint_debug import check_checkpoint
+
+    config, path = load_deploy_config(options.config), parse_checkpoint_path(options.path)
+    for line in asyncio.run(check_checkpoint(config, path, options.model)):
+        say(line)
+
+
+def _warm_checkpoint(options: argparse.Namespace) -> None:
+    """By asking for one token: whoever comes next finds it loaded."""
+    Client(options.url, options.key).complete(options.path, "\n", max_tokens=1)
+    say(f"{options.path} is loaded.")
+
+
 def _show(tokens: Sequence[tuple[int, str]]) -> None:
     for token_id, text in tokens:
         say(f"{token_id:>8} {text!r}")
@@ -158,6 +182,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("model", help="a model id or a tinker:// path")
     command.add_argument("--system", help="a system message")
     command.add_argument("--temperature", type=float, default=0.7)
+    _add_client(command)
+
+    checkpoints = _add_group(commands, "checkpoints", "the checkpoints of a config.yaml")
+    command = _add(checkpoints, "list", _list_checkpoints, "what the roots hold, newest first")
+    command.add_argument("--owner", help="also the private ones of this owner")
+    _add_config(command)
+    command = _add(checkpoints, "check", _check_checkpoint, "whether a checkpoint can be served, and if not, why")
+    command.add_argument("path", help="tinker://RUN/sampler_weights/NAME")
+    command.add_argument("--model", help="the base model, if the checkpoint does not tell")
+    _add_config(command)
+    command = _add(checkpoints, "warm", _warm_checkpoint, "load a checkpoint in a running service")
+    command.add_argument("path", help="tinker://RUN/sampler_weights/NAME")
     _add_client(command)
 
     command = _add(commands, "render", _render, "the tokens of a chat request, read as JSON from the standard input")

@@ -33,6 +33,13 @@ class Client:
             for event in _events(reply):
                 yield from (choice["delta"] for choice in event["choices"])
 
+    def complete(self, model: str, prompt: str, *, max_tokens: int) -> str:
+        """Raises `ServiceRefused`."""
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
+        with self._request("POST", "/completions", body) as reply:
+            text: str = json.load(reply)["choices"][0]["text"]
+            return text
+
     def _request(self, method: str, path: str, body: object) -> http.client.HTTPResponse:
         split = urlsplit(self.url)
         kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection

@@ -1,13 +1,14 @@
 """What Serve's HTTP servers do to requests before anything else; named by an environment variable in config.yaml."""
 
-from starlette.datastructures import MutableHeaders
+from collections.abc import Iterable
+
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Serve obeys these from anybody: the one cuts a request off without a final event, the other keeps a generation
 # running for a client that has gone.
 _SERVES_OWN = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
-_REQUEST_ID = "x-request-id"
+_REQUEST_ID = b"x-request-id"
 
 
 class EdgeHeaders:
@@ -25,14 +26,23 @@ class EdgeHeaders:
 
         async def send_one_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                ids = headers.getlist(_REQUEST_ID)
-                if len(ids) > 1:
-                    headers[_REQUEST_ID] = ids[0]  # the service's own; Serve's is appended, and may be anything
+                message["headers"] = _with_one_id(message["headers"])
             await send(message)
 
         kept = [(name, value) for name, value in scope["headers"] if name.lower() not in _SERVES_OWN]
         await self._app({**scope, "headers": kept}, receive, send_one_id)
+
+
+def _with_one_id(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Of several the first: the service's own. Serve's is appended, and may be anything."""
+    kept = []
+    has_id = False
+    for name, value in headers:
+        is_id = name.lower() == _REQUEST_ID
+        if not (is_id and has_id):
+            kept.append((name, value))
+        has_id = has_id or is_id
+    return kept
 
 
 def middlewares() -> list[Middleware]:

@@ -1,0 +1,85 @@
+"""What the store holds, and whether a checkpoint can be served, without running the service: for
+`python -m serve_app checkpoints list | check`.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engines.lora.weights import LoraTargets, read_adapter
+from serve_app.checkpoints import Checkpoint, CheckpointStore
+from serve_app.config import ModelConfig
+from serve_app.deploy_config import DeployConfig
+from serve_app.errors import ConfigRefused
+from serve_app.model_config import ModelArgs
+from serve_app.model_id import CheckpointPath
+from serve_app.paths import resolve_path, resolve_source
+
+
+async def list_checkpoints(config: DeployConfig, owner: str | None) -> list[str]:
+    """Newest first; those without an owner, and those of `owner`."""
+    async with _store(config) as store:
+        listing = await store.list(owner)
+        return [str(path) for path in listing.paths]
+
+
+async def check_checkpoint(config: DeployConfig, path: CheckpointPath, model_id: str | None) -> list[str]:
+    """Lines about the checkpoint. Raises the `CheckpointError` or `AdapterError` that a request would be answered with.
+
+    It is read as a replica would read it, against the base model's shapes; the base's weights are not needed.
+    """
+    async with _store(config) as store:
+        checkpoint = await store.resolve(path)
+        model, args = _base(config, checkpoint, model_id)
+        targets = LoraTargets.of(_skeleton(args))
+        limits = {"max_rank": args.max_adapter_rank, "max_bytes": args.max_adapter_file_bytes}
+        weights = read_adapter(checkpoint.adapter, targets, **limits)
+        return [
+            f"digest    {checkpoint.digest}",
+            f"base      {model.id} (the checkpoint says {checkpoint.base_model})",
+            f"owner     {checkpoint.owner or 'none: anybody may use it'}",
+            f"expires   {checkpoint.expires_at or 'never'}",
+            f"rank      {weights.rank}",
+            f"modules   {len(weights.pairs)}",
+            f"bytes     {weights.nbytes}",
+        ]
+
+
+@asynccontextmanager
+async def _store(config: DeployConfig) -> AsyncIterator[CheckpointStore]:
+    if config.service is None:
+        raise ConfigRefused("The configuration has no application that serves an API.")
+    settings = config.service.checkpoints
+    cache = settings.cache_directory
+    store = CheckpointStore(
+        [resolve_path(root) for root in settings.roots],
+        cache_directory=None if cache is None else resolve_path(cache),
+        cache_bytes=settings.cache_bytes,
+    )
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _base(config: DeployConfig, checkpoint: Checkpoint, model_id: str | None) -> tuple[ModelConfig, ModelArgs]:
+    assert config.service is not None
+    wanted = model_id or (checkpoint.base_model or "").partition(":")[0]
+    for model in config.service.models:
+        args = config.apps[model.app]
+        if wanted in (model.id, model.source, *model.also_known_as) and isinstance(args, ModelArgs):
+            return model, args
+    raise ConfigRefused(f"The base {wanted!r} of the checkpoint is none of the models served; name one with --model.")
+
+
+def _skeleton(args: ModelArgs) -> AutoModelForCausalLM:
+    """The base model's modules without their weights."""
+    source = resolve_source(args.source)
+    try:
+        facts = AutoConfig.from_pretrained(source, revision=args.revision, trust_remote_code=args.trust_remote_code)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(facts, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as exc:
+        raise ConfigRefused(f"The base model at {source!r} cannot be read: {exc}") from exc

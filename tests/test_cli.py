@@ -1,0 +1,137 @@
+"""`python -m serve_app`, as far as it needs no Ray."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import BASE, CHAT, KEY, RunningEdge
+
+from serve_app.auth import hash_key
+from serve_app.cli import main
+from serve_app.client import Client, ServiceRefused
+from serve_app.deploy_config import load_deploy_config
+from serve_app.launch import welcome
+
+pytest_plugins = ("edge_fixtures",)
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def config(tmp_path: Path, model_folders: dict[str, str]) -> str:
+    """The repository's config.yaml with a tiny model and a checkpoint folder."""
+    raw = yaml.safe_load((ROOT / "config.yaml").read_text())
+    api, model = raw["applications"]
+    user_config = api["deployments"][0]["user_config"]
+    user_config["models"] = [{"id": CHAT, "app": "tiny", "source": model_folders["chat"], "renderer": "qwen3"}]
+    user_config["checkpoints"]["roots"] = [str(tmp_path / "checkpoints")]
+    model.update(name="tiny", args={"id": CHAT, "source": model_folders["chat"]})
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return str(path)
+
+
+def test_a_config_is_checked(config, capsys):
+    assert main(["check", "--config", config]) == 0
+    assert capsys.readouterr().out == f"{config} is in order: {CHAT}.\n"
+
+
+def test_a_key_that_serve_would_ignore_is_found(config, capsys):
+    Path(config).write_text(Path(config).read_text().replace("http_options:", "http_optins:"))
+    assert main(["check", "--config", config]) == 2
+    assert capsys.readouterr().err.startswith("http_optins is not a key of Serve, which has proxy_location, ")
+
+
+def test_what_serve_refuses_is_said_in_a_sentence(config, capsys):
+    Path(config).write_text(Path(config).read_text().replace("proxy_location: EveryNode", "proxy_location: Nowhere"))
+    assert main(["check", "--config", config]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("proxy_location must be ")
+    assert error.count("\n") == 1
+
+
+def test_a_new_key_is_let_in_by_the_lines_that_come_with_it(capsys):
+    assert main(["keys", "new", "alice"]) == 0
+    printed = capsys.readouterr().out
+    key = printed.split("this once: ")[1].split()[0]
+    assert yaml.safe_load(printed.partition("config.yaml:\n")[2]) == [{"name": "alice", "sha256": hash_key(key).hex()}]
+
+
+def test_a_text_is_shown_as_tokens(config, capsys):
+    assert main(["tokenize", "The capital<|im_end|>", "--config", config]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"{len(lines) - 1} tokens"
+    assert lines[-2].endswith("'<|im_end|>'")
+
+
+def test_a_chat_is_shown_as_the_model_sees_it(config, capsys, monkeypatch):
+    body = {"messages": [{"role": "user", "content": "<|im_end|>"}], "temperature": 0}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(body)))
+    assert main(["render", "--config", config]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("'<|im_start|>'")
+    # What a user writes never becomes a special token: the one here is the template's.
+    assert sum(line.endswith("'<|im_end|>'") for line in lines) == 1
+
+
+def test_a_chat_that_the_service_would_refuse_is_refused(config, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"messages": [{"role": "king", "content": "x"}]}'))
+    assert main(["render", "--config", config]) == 1
+    assert "messages[0].role must be" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_in_the_file_is_named(config, capsys):
+    assert main(["tokenize", "x", "--config", config, "--model", "other"]) == 2
+    assert capsys.readouterr().err == f"The configuration has no model 'other', only {CHAT}.\n"
+
+
+def test_the_models_of_a_running_service_are_listed(edge: RunningEdge, capsys):
+    assert main(["models", "--url", edge.url, "--key", KEY]) == 0
+    assert CHAT in capsys.readouterr().out.splitlines()
+
+
+def test_a_wrong_key_is_told_by_the_services_own_words(edge: RunningEdge, capsys):
+    assert main(["models", "--url", edge.url, "--key", "wrong"]) == 1
+    assert capsys.readouterr().err == "401: The API key is not valid.\n"
+
+
+def test_a_service_that_is_not_there_is_said(capsys):
+    assert main(["models", "--url", "http://127.0.0.1:9/v1"]) == 1
+    assert capsys.readouterr().err.startswith("http://127.0.0.1:9/v1 does not answer: ")
+
+
+def test_one_can_talk_to_a_model(edge: RunningEdge, capsys, monkeypatch):
+    edge.script.says("It is sunny.")
+    monkeypatch.setattr("sys.stdin", io.StringIO("How is the weather?\nAnd now?\n"))
+    assert main(["chat", CHAT, "--url", edge.url, "--key", KEY, "--system", "Be kind."]) == 0
+    assert capsys.readouterr().out == "It is sunny.\nIt is sunny.\n"
+    first, second = (len(request.prompt_token_ids) for request in edge.script.requests)
+    assert second > first  # the conversation goes on
+
+
+def test_a_reply_that_breaks_off_is_an_error(edge: RunningEdge):
+    from engines.errors import NonFiniteLogits
+
+    edge.script.reply = lambda request: [*edge.script.encode("It is"), NonFiniteLogits("token 3")]
+    with pytest.raises(ServiceRefused, match="NaN"):
+        list(Client(edge.url, KEY).chat(CHAT, [{"role": "user", "content": "x"}]))
+
+
+def test_a_completion_can_be_asked_for(edge: RunningEdge):
+    assert Client(edge.url, KEY).complete(BASE, "x", max_tokens=1) is not None
+
+
+def test_the_welcome_says_all_that_is_needed_for_the_first_request():
+    text = welcome(load_deploy_config(ROOT / "config.yaml").bound_to("0.0.0.0", 8123))
+    assert "http://127.0.0.1:8123/v1" in text
+    assert "roundhouse-demo" in text
+    assert "curl http://127.0.0.1:8123/v1/chat/completions" in text
+
+
+def test_without_the_demo_key_no_key_is_shown(tmp_path):
+    raw = yaml.safe_load((ROOT / "config.yaml").read_text())
+    raw["applications"][0]["deployments"][0]["user_config"]["keys"] = []
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    assert "curl" not in welcome(load_deploy_config(path))

@@ -1,0 +1,141 @@
+"""config.yaml as a whole."""
+
+import copy
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_app.deploy_config import DEMO_KEY, DeployConfig, free_port, is_free, load_deploy_config
+from serve_app.errors import ConfigRefused
+
+ROOT = Path(__file__).parent.parent
+STATS_PORT = "RAY_SERVE_HAPROXY_STATS_PORT"
+
+
+@pytest.fixture
+def raw() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "config.yaml").read_text())
+    return loaded
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def write_and_load(raw: object) -> DeployConfig:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(raw))
+        return load_deploy_config(path)
+
+    return write_and_load
+
+
+def refusal(load, raw: object) -> list[str]:
+    with pytest.raises(ConfigRefused) as refused:
+        load(raw)
+    return str(refused.value).splitlines()
+
+
+def environment(config: DeployConfig) -> dict[str, str]:
+    variables: dict[str, str] = config.raw["controller_options"]["runtime_env"]["env_vars"]
+    return variables
+
+
+def test_the_config_of_the_repository_is_in_order_and_is_the_demo():
+    config = load_deploy_config(ROOT / "config.yaml")
+    assert config.model_ids == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert config.has_demo_key
+    assert (config.host, config.port) == ("127.0.0.1", 8000)
+    assert DEMO_KEY not in (ROOT / "config.yaml").read_text().replace('"roundhouse-demo"', "")
+
+
+def test_everything_that_is_wrong_is_said_at_once(load, raw):
+    raw["applications"][0]["args"]["replica"] = 2
+    raw["applications"][1]["args"]["max_runing"] = 3
+    assert refusal(load, raw) == [
+        "applications[0] (api): replica is not a known key, got 2.",
+        "applications[1] (smollm2-135m): max_runing is not a known key, got 3.",
+    ]
+
+
+def test_a_mistake_in_the_catalogue_is_found(load, raw):
+    raw["applications"][0]["deployments"][0]["user_config"]["models"][0]["sorce"] = "x"
+    assert refusal(load, raw) == ['applications[0] (api): models[0].sorce is not a known key, got "x".']
+
+
+def test_a_model_of_the_catalogue_must_have_an_application(load, raw):
+    raw["applications"][1]["name"] = "other"
+    (sentence,) = refusal(load, raw)
+    assert "is to run in the application 'smollm2-135m', which is not one of this file." in sentence
+
+
+def test_an_api_without_a_catalogue_is_refused(load, raw):
+    del raw["applications"][0]["deployments"]
+    assert refusal(load, raw) == [
+        "applications[0] (api): deployments must have one named 'ingress' with a user_config."
+    ]
+
+
+@pytest.mark.parametrize("raw", [[], {}, {"applications": {}}, "text"])
+def test_what_is_no_config_is_refused(load, raw):
+    assert "must be an object with a list of applications." in refusal(load, raw)[0]
+
+
+def test_an_application_must_be_an_object_with_a_name(load, raw):
+    raw["applications"].append("text")
+    assert refusal(load, raw) == ["applications[2] must be an object with a name."]
+
+
+def test_a_file_that_is_not_there_or_not_yaml_is_refused(tmp_path):
+    with pytest.raises(ConfigRefused, match="cannot be read: No such file or directory"):
+        load_deploy_config(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigRefused, match="is not YAML"):
+        load_deploy_config(tmp_path / "bad.yaml")
+
+
+def test_applications_of_others_are_left_alone(load, raw):
+    raw["applications"].append({"name": "mine", "import_path": "my.module:app", "args": {"anything": 1}})
+    assert list(load(raw).apps) == ["api", "smollm2-135m"]
+
+
+def test_host_and_port_can_be_chosen(load, raw):
+    config = load(raw)
+    moved = config.bound_to("0.0.0.0", 9000)
+    assert (moved.host, moved.port) == ("0.0.0.0", 9000)
+    assert moved.raw["http_options"] == {"host": "0.0.0.0", "port": 9000}
+    assert config.bound_to(None, None).raw["http_options"] == raw["http_options"]
+
+
+def test_haproxy_gets_ports_of_its_own(load, raw):
+    before = copy.deepcopy(raw)
+    config = load(raw)
+    chosen = environment(config.with_own_ports())
+    assert environment(config) == before["controller_options"]["runtime_env"]["env_vars"]
+    ports = [int(value) for name, value in chosen.items() if name.endswith("_PORT")]
+    assert len(set(ports)) == 4
+    assert all(is_free("127.0.0.1", port) for port in ports)
+
+
+def test_a_port_that_the_file_names_for_haproxy_is_kept_or_refused(load, raw):
+    port = free_port()
+    raw["controller_options"]["runtime_env"]["env_vars"][STATS_PORT] = str(port)
+    config = load(raw)
+    assert environment(config.with_own_ports())[STATS_PORT] == str(port)
+    with socket.create_server(("0.0.0.0", port)), pytest.raises(ConfigRefused, match=f"Port {port} .* {STATS_PORT}"):
+        config.with_own_ports()
+
+
+def test_without_haproxy_no_port_is_needed(load, raw):
+    del raw["controller_options"]
+    config = load(raw)
+    assert config.with_own_ports() == config
+
+
+def test_a_port_is_free_until_somebody_listens():
+    port = free_port()
+    assert is_free("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not is_free("127.0.0.1", port)
+    assert is_free("127.0.0.1", port)
