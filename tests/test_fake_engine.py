@@ -204,8 +204,8 @@ def test_an_aborted_request_gets_nothing_more_and_holds_nothing() -> None:
         engine = FakeEngine(FakeConfig(max_running=1))
         await engine.start()
         collector = Collector()
-        engine.submit(request("a", max_tokens=1000), collector)
-        engine.submit(request("b", max_tokens=1000), collector)
+        engine.submit(request("a", max_tokens=30_000), collector)
+        engine.submit(request("b", max_tokens=30_000), collector)
         engine.submit(request("c"), collector)
         await asyncio.sleep(0.01)
         for request_id in ("a", "b", "a", "unknown"):
@@ -232,7 +232,7 @@ def test_adapters_in_use_are_not_evicted() -> None:
         engine = FakeEngine(FakeConfig(max_adapters=2))
         await engine.start()
         collector = Collector()
-        engine.submit(request("a", adapter="used", max_tokens=2000), collector)
+        engine.submit(request("a", adapter="used", max_tokens=30_000), collector)
         await asyncio.sleep(0.01)
         for name in ("x", "y", "z"):
             await engine.warm(Adapter(name, "/"))
