@@ -49,12 +49,13 @@ async def read_json(exchange: Exchange, limits: LimitsConfig, workers: Workers) 
 def check_media_type(exchange: Exchange) -> None:
     """Raises `UnsupportedMediaType` unless the body is declared as plain JSON."""
     declared = exchange.header(b"content-type")
-    kind, _, parameters = (declared or "").partition(";")
+    kind, *parameters = (declared or "").split(";")
     if kind.strip().lower() != "application/json":
         raise UnsupportedMediaType(f"Content-Type must be application/json, got {declared!r}.")
-    charset = parameters.strip().lower().replace(" ", "").replace('"', "")
-    if charset not in ("", "charset=utf-8", "charset=utf8"):
-        raise UnsupportedMediaType(f"The charset of application/json must be utf-8, got {parameters.strip()!r}.")
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "charset" and value.strip().strip('"').lower() not in ("utf-8", "utf8"):
+            raise UnsupportedMediaType(f"The charset of application/json must be utf-8, got {value.strip()!r}.")
     coding = exchange.header(b"content-encoding")
     if coding is not None and coding.strip().lower() not in ("", "identity"):
         raise UnsupportedMediaType(f"Content-Encoding must be identity, got {coding!r}.")

@@ -33,6 +33,7 @@ class Exchange:
     body_bytes: int = 0
     ignored_fields: tuple[str, ...] = ()
     response_started: bool = False
+    response_ended: bool = False
     extra_headers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -62,10 +63,15 @@ class Exchange:
         """JSON that is written out already."""
         about = {"content-type": "application/json", "content-length": str(len(content))}
         await self.start(status, about | dict(headers or {}))
-        await self.send({"type": "http.response.body", "body": content})
+        await self.end(content)
 
     async def send_error(self, error: HttpError) -> None:
         await self.send_json(error.status, error.body(), error.headers)
+
+    async def end(self, content: bytes) -> None:
+        """Send the last of the body."""
+        self.response_ended = True
+        await self.send({"type": "http.response.body", "body": content})
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the status line and all headers; those of every response included."""

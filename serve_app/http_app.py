@@ -69,11 +69,11 @@ class Handlers:
         why_not = {name: reason for name, model in models.items() if (reason := reasons[model.config.app])}
         self._log_change(why_not)
         if why_not:
-            raise NotReady(f"Not ready: {', '.join(map(repr, why_not))}.")
-        await exchange.send_json(200, {"status": "ready", "models": list(models)})
+            raise NotReady(f"Not ready: {len(why_not)} of {len(models)} models.")
+        await exchange.send_json(200, {"status": "ready"})
 
     def _log_change(self, why_not: Mapping[str, str]) -> None:
-        """Reasons are for the log: anybody may ask for readiness, and operators' probes ask all the time."""
+        """Names and reasons are for the log: anybody may ask for readiness, and probes ask all the time."""
         if why_not != self._why_not_ready:
             logger.info("Readiness: %s", why_not or "all models are ready")
             self._why_not_ready = why_not

@@ -120,6 +120,8 @@ async def _answer(exchange: Exchange, exc: Exception) -> None:
         logger.error("request_id=%s failed", record.request_id, exc_info=exc)
     elif is_ours:
         logger.warning("request_id=%s %s: %s", record.request_id, type(exc).__name__, exc)
+    if exchange.response_ended:
+        return  # the client has all it was to get
     if exchange.response_started:
         await send_failure(exchange, error)
     else:

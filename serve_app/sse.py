@@ -27,8 +27,7 @@ async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -
             beginning = b""
             if content:
                 await events.write(content)
-        await events.write(answer.chunks.end(answer.reply.usage))
-    await exchange.send({"type": "http.response.body", "body": b""})
+    await exchange.end(answer.chunks.end(answer.reply.usage))
 
 
 async def send_failure(exchange: Exchange, error: HttpError) -> None:
@@ -36,7 +35,7 @@ async def send_failure(exchange: Exchange, error: HttpError) -> None:
     event = f"data: {json.dumps(error.body())}\n\n".encode()
     with suppress(TimeoutError):
         async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
-            await exchange.send({"type": "http.response.body", "body": event})
+            await exchange.end(event)
 
 
 class EventStream:

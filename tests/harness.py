@@ -21,7 +21,7 @@ from tiny_tokenizer import make_tokenizer
 
 from engines.errors import EngineError
 from engines.fake import FakeConfig, FakeEngine
-from engines.protocol import GenerateRequest
+from engines.protocol import Engine, GenerateRequest
 from serve_app.catalog import Checkpoint
 from serve_app.config import CheckpointsConfig
 from serve_app.errors import CheckpointNotFound
@@ -234,17 +234,21 @@ def config_for(folders: dict[str, str]) -> dict[str, Any]:
 
 
 @contextmanager
-def running_edge(config: dict[str, Any], engine_config: FakeConfig) -> Iterator[RunningEdge]:
-    """Start everything on a thread with its own event loop, and end it without leftovers."""
+def running_edge(
+    config: dict[str, Any], engine: FakeConfig | Callable[[], Engine], *, app: str = "tiny"
+) -> Iterator[RunningEdge]:
+    """Start everything on a thread with its own event loop, and end it without leftovers. `engine`: settings of the
+    deterministic one, or what makes another, which knows no script.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
     ready = threading.Event()
     found: dict[str, Any] = {}
 
     async def main() -> None:
         script, checkpoints, recorder = Script(), MemoryCheckpoints(), ListRecorder()
-        engine = FakeEngine(engine_config, script)
-        await engine.start()
-        replicas = LocalReplicas({"tiny": engine})
+        running = FakeEngine(engine, script) if isinstance(engine, FakeConfig) else engine()
+        await running.start()
+        replicas = LocalReplicas({app: running})
 
         def open_checkpoints(_: CheckpointsConfig) -> MemoryCheckpoints:
             return checkpoints
@@ -258,7 +262,7 @@ def running_edge(config: dict[str, Any], engine_config: FakeConfig) -> Iterator[
             listening.getsockname()[1],
             asyncio.get_running_loop(),
             service,
-            engine,
+            running,  # type: ignore[arg-type]  # tests of a real engine use none of what only the other one has
             replicas,
             script,
             checkpoints,
@@ -267,7 +271,7 @@ def running_edge(config: dict[str, Any], engine_config: FakeConfig) -> Iterator[
         )
         ready.set()
         await server.serve([listening])
-        await engine.close()
+        await running.close()
         service.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="edge")
