@@ -104,6 +104,7 @@ def _scaling(args: ModelArgs) -> dict[str, object]:
             "min_replicas": counts.min,
             "max_replicas": counts.max,
             "target_ongoing_requests": args.target_requests,
+            "look_back_period_s": counts.look_back_period_s,
             "upscale_delay_s": counts.upscale_delay_s,
             "downscale_delay_s": counts.downscale_delay_s,
         },

@@ -14,6 +14,7 @@ can be set, with its defaults:
         min: 1                     # 0: the model goes to sleep without requests and wakes with the next
         max: 1
         target: null               # requests per replica that autoscaling aims at; null: 80 % of max_running
+        look_back_period_s: 30     # the number of requests is averaged over this time
         upscale_delay_s: 5
         downscale_delay_s: 300
       load_factor: 1.5             # a key leaves its replica when that has this many times the average load …
@@ -56,6 +57,7 @@ class ReplicaCounts(_Section):
     min: Annotated[int, Field(ge=0, le=10_000)] = 1
     max: Annotated[int, Field(ge=1, le=10_000)] = 1
     target: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)] | None = None
+    look_back_period_s: Seconds = 30.0
     upscale_delay_s: Annotated[float, Field(ge=0, strict=False)] = 5.0
     downscale_delay_s: Annotated[float, Field(ge=0, strict=False)] = 300.0
 

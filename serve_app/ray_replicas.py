@@ -96,7 +96,7 @@ class RayReplicas:
             async for delta in response:
                 yield delta
         except Exception as exc:
-            raise _failure(exc) from exc
+            raise translated(exc) from exc
         finally:
             _cancel(response)
 
@@ -132,7 +132,7 @@ async def _follow(response: DeploymentResponse, stream: Stream) -> None:
     try:
         await response
     except Exception as exc:  # whatever it is, it ends this request and no other
-        stream.fail(_failure(exc))
+        stream.fail(translated(exc))
     else:
         stream.call_ended()
 
@@ -143,13 +143,14 @@ def _cancel(response: DeploymentResponse | DeploymentResponseGenerator) -> None:
     asyncio.get_running_loop().call_soon(response.cancel)
 
 
-def _failure(exc: Exception) -> Exception:
+def translated(exc: Exception) -> Exception:
     """What a failed Serve call means to the caller of `generate`."""
     cause = exc.cause if isinstance(exc, RayTaskError) else exc
     if isinstance(cause, EngineError | ServingError):
         return cause
     if isinstance(cause, BackPressureError):
-        return QueueFull(cause.max_queued_requests)
+        _, max_queued_requests, *_ = cause.args
+        return QueueFull(max_queued_requests)
     if isinstance(cause, DeploymentUnavailableError):
         return NoReplica("The model's application failed to deploy.")
     if isinstance(cause, RayActorError | RequestCancelledError | TaskCancelledError):

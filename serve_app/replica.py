@@ -101,6 +101,9 @@ class Replica:
 
     async def __del__(self) -> None:
         """Serve awaits this once the requests are finished or out of time."""
+        await self.close()
+
+    async def close(self) -> None:
         self._reporting.cancel()
         await self._engine.close()
         await self._links.close()

@@ -23,13 +23,14 @@ def service_config(model_folder: str) -> Json:
         "keys": [{"name": "e2e", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}],
         "limits": {"per_key": {"concurrency": 1000}},
     }
+    quick = {"look_back_period_s": 2, "upscale_delay_s": 0.5, "downscale_delay_s": 2}
     return {
         "applications": [
             api("api", "/", user_config, transport="channel"),
             api("plain", PLAIN_PREFIX, user_config, transport="serve"),
             model("m", max_running=64, max_waiting=200),
-            model("sleepy", replicas={"min": 0, "max": 1, "downscale_delay_s": 2}),
-            model("growing", max_running=4, replicas={"min": 1, "max": 2, "upscale_delay_s": 0.5}),
+            model("sleepy", replicas={"min": 0, "max": 1, **quick}),
+            model("growing", max_running=4, replicas={"min": 1, "max": 2, **quick}),
         ]
     }
 

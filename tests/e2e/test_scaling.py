@@ -19,14 +19,14 @@ def test_a_model_sleeps_wakes_for_a_request_and_sleeps_again(service):
     reply = service.sdk(timeout=60).completions.create(model=SLEEPY, prompt="x", max_tokens=2)
     assert reply.usage.completion_tokens == 2
     assert running(service, "sleepy") == 1
-    eventually(lambda: running(service, "sleepy") == 0, 90)
+    eventually(lambda: running(service, "sleepy") == 0, 60)
 
 
 def test_a_second_replica_comes_with_the_load_and_shares_it(service):
     sdk = service.sdk(timeout=120)
     with ThreadPoolExecutor(24) as pool:
         replies = [
-            pool.submit(sdk.completions.create, model=GROWING, prompt=f"{n}", max_tokens=600, seed=n) for n in range(24)
+            pool.submit(sdk.completions.create, model=GROWING, prompt=f"{n}", max_tokens=250, seed=n) for n in range(24)
         ]
         eventually(lambda: running(service, "growing") == 2, 60)
         more = [pool.submit(sdk.completions.create, model=GROWING, prompt=f"m{n}", max_tokens=100) for n in range(8)]

@@ -1,0 +1,150 @@
+"""One model replica, without Ray around it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from engines.fake import FakeEngine
+from engines.protocol import GenerateRequest, SamplingParams
+from serve_app.channel import Listener
+from serve_app.model_config import parse_model_args
+from serve_app.replica import EngineUnhealthy, Replica
+
+FAST = {"step_s": 0.0, "reply_tokens": None, "vocab_size": 500}
+
+
+class Collectable(Replica):
+    """Serve awaits the destructor; Python itself, which is to collect this one, cannot."""
+
+    def __del__(self) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def replica(**args: object) -> AsyncIterator[Replica]:
+    """As Serve constructs it and takes it down."""
+    made = Collectable.__new__(Collectable)
+    await made.__init__(parse_model_args({"id": "m", "source": "x", "engine": "fake", "fake": FAST, **args}))
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def run(test: Callable[[Replica], Awaitable[None]], **args: object) -> None:
+    async def main() -> None:
+        async with replica(**args) as made:
+            await asyncio.wait_for(test(made), 20)
+
+    asyncio.run(main())
+
+
+def engine_of(made: Replica) -> FakeEngine:
+    assert isinstance(made._engine, FakeEngine)
+    return made._engine
+
+
+def request(max_tokens: int = 5, request_id: str = "r") -> GenerateRequest:
+    return GenerateRequest(request_id, (1, 2, 3), SamplingParams(max_tokens=max_tokens, seed=1))
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_two_requests_with_one_id_do_not_meet():
+    async def test(made: Replica) -> None:
+        listener = await Listener.start("127.0.0.1")
+        streams = [listener.open(), listener.open()]
+        calls = [made.run(request(), listener.endpoint, stream.stream_id) for stream in streams]
+        await asyncio.gather(*calls)
+        for stream in streams:
+            assert len((await stream.receive()).token_ids) == 5
+            stream.close()
+        assert made.open_requests() == {"channel": 0, "serve": 0}
+        await listener.close()
+
+    run(test)
+
+
+def test_the_same_tokens_come_as_a_serve_stream():
+    async def test(made: Replica) -> None:
+        deltas = [delta async for delta in made.generate(request())]
+        assert sum(len(delta.token_ids) for delta in deltas) == 5
+        assert made.open_requests() == {"channel": 0, "serve": 0}
+
+    run(test)
+
+
+def test_closing_a_serve_stream_ends_its_generation():
+    async def test(made: Replica) -> None:
+        deltas = made.generate(request(30_000))
+        await anext(deltas)
+        assert made.open_requests()["serve"] == 1
+        await deltas.aclose()
+        assert made.open_requests()["serve"] == 0
+        assert made.record_autoscaling_stats()["running"] == 0
+
+    run(test)
+
+
+def test_an_engine_that_makes_no_progress_is_not_ready_and_then_unhealthy():
+    async def test(made: Replica) -> None:
+        engine = engine_of(made)
+        made.check_health()
+        assert made.record_routing_stats() == {"is_ready": True, "adapters": []}
+        engine.pause()
+        deltas = made.generate(request(100))
+        waiting = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(0.06)
+        assert made.record_routing_stats()["is_ready"] is False
+        made.check_health()
+        made.reconfigure({"stalled_after_s": 0.01, "restart_after_s": 0.02})
+        with pytest.raises(EngineUnhealthy, match="no progress"):
+            made.check_health()
+        engine.resume()
+        await waiting
+        await deltas.aclose()
+        made.check_health()
+
+    run(test, health={"stalled_after_s": 0.05, "restart_after_s": 1000})
+
+
+def test_an_engine_that_has_failed_is_unhealthy():
+    async def test(made: Replica) -> None:
+        await engine_of(made).close()
+        with pytest.raises(EngineUnhealthy, match="failed"):
+            made.check_health()
+        assert made.record_routing_stats()["is_ready"] is False
+
+    run(test)
+
+
+@pytest.mark.parametrize("user_config", [{"stalled_after_s": -1}, {"nonsense": 1}, None, []])
+def test_a_bad_user_config_is_refused_without_raising(user_config, caplog):
+    async def test(made: Replica) -> None:
+        before = made._limits
+        made.reconfigure(user_config)
+        assert made._limits == before
+
+    run(test)
+
+
+def test_what_autoscaling_may_look_at():
+    async def test(made: Replica) -> None:
+        engine_of(made).pause()
+        streams = [made.generate(request(50)) for _ in range(3)]
+        first = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await turns()
+        stats = made.record_autoscaling_stats()
+        assert stats["running"] + stats["waiting"] == 3
+        engine_of(made).resume()
+        await asyncio.gather(*first)
+        assert made.record_autoscaling_stats()["kv_used_fraction"] > 0
+        for stream in streams:
+            await stream.aclose()
+
+    run(test)
