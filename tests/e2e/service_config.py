@@ -23,7 +23,7 @@ def service_config(model_folder: str) -> Json:
         "keys": [{"name": "e2e", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}],
         "limits": {"per_key": {"concurrency": 1000}},
     }
-    quick = {"look_back_period_s": 2, "upscale_delay_s": 0.5, "downscale_delay_s": 2}
+    quick = {"look_back_period_s": 11, "upscale_delay_s": 0.5, "downscale_delay_s": 2}
     return {
         "applications": [
             api("api", "/", user_config, transport="channel"),
@@ -39,7 +39,7 @@ def api(name: str, prefix: str, user_config: Json, *, transport: str) -> Json:
     args = {
         "cpus_per_replica": 0.1,
         "transport": transport,
-        "channel_host": "127.0.0.1",
+        "channel_host": None,
         "no_replica_timeout_s": 5,
         "graceful_shutdown_timeout_s": 30,
     }
