@@ -37,6 +37,11 @@ def blocks(tag: str | None = None, *, language: str | None = None, file: Path = 
     return [block for block in found if tag in (None, block.tag) and language in (None, block.language)]
 
 
+def environment() -> dict[str, str]:
+    """This process's, without what a `make` that runs the tests hands on to every other `make`, VENV among it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+
+
 def run(block: Block, address: str) -> str:
     """Run a python or bash block against the service at `address` (host:port) and return what it printed.
 
@@ -44,8 +49,7 @@ def run(block: Block, address: str) -> str:
     """
     text = block.text.replace(ADDRESS, address).replace(".venv/bin/python", shlex.quote(sys.executable))
     command = [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
     return done.stdout

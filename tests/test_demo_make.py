@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from readme_blocks import ROOT
+from readme_blocks import ROOT, environment
 
 FAKE_PYTHON = """#!/bin/bash
 echo "$*" >> "$(dirname "$0")/calls"
@@ -33,7 +33,7 @@ class Checkout:
         """The exit status, and what the interpreter was called with."""
         (self.bin / "calls").write_text("")
         command = ["make", *arguments]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=self.folder, env=environment(), capture_output=True, text=True, timeout=60)
         return done.returncode, (self.bin / "calls").read_text().splitlines()
 
 
@@ -92,9 +92,16 @@ def test_serve_prepares_the_demo_and_runs_on_the_address_that_is_named(checkout:
     assert checkout.make("serve", "HOST=0.0.0.0", "PORT=9000")[1][1:] == [run.format("0.0.0.0", "9000")]
 
 
+def test_a_make_that_runs_the_tests_does_not_hand_on_its_variables(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAKEFLAGS", " -- VENV=elsewhere")
+    assert checkout.make("setup") == (0, installs("gguf"))
+
+
 def test_without_a_new_enough_python_it_says_so(checkout: Checkout) -> None:
     command = ["make", "setup", "PYTHON=", "VENV=elsewhere"]
-    done = subprocess.run(command, cwd=checkout.folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=checkout.folder, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" in done.stdout
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from readme_blocks import ROOT, Block, blocks, run
+from readme_blocks import ROOT, Block, blocks, environment, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -46,7 +46,13 @@ def serving(checkout: Path, port: int) -> Iterator[list[str]]:
     """`make serve` in a session of its own, like a terminal; what it prints until it is ready. Ends it by Ctrl-C."""
     command = ["make", "serve", f"PORT={port}"]
     with subprocess.Popen(
-        command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=checkout,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as make:
         assert make.stdout is not None
         printed: list[str] = []
@@ -112,7 +118,7 @@ def test_the_command_that_was_printed_works(checkout: Path, address: str) -> Non
 def test_a_checkpoint_can_be_sampled_in_the_next_request_while_training_goes_on(checkout: Path, address: str) -> None:
     host, port = address.split(":")
     command = ["make", "example", f"HOST={host}", f"PORT={port}", "ARGS=--steps 24 --save-every 8"]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=1200)
     lines = [line for line in done.stdout.splitlines() if "tinker://" in line and "step" in line]
     assert done.returncode == 0, done.stdout + done.stderr
     assert [int(line.split()[1]) for line in lines] == [8, 16, 24]
@@ -120,7 +126,8 @@ def test_a_checkpoint_can_be_sampled_in_the_next_request_while_training_goes_on(
 
 
 def test_a_second_run_installs_and_converts_nothing(checkout: Path, address: str) -> None:
-    done = subprocess.run(["make", "setup", "demo"], cwd=checkout, capture_output=True, text=True, timeout=60)
+    command = ["make", "setup", "demo"]
+    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "Installing" not in done.stdout
     assert "Converting" not in done.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
-from readme_blocks import ADDRESS, ROOT, Block, blocks
+from readme_blocks import ADDRESS, ROOT, Block, blocks, environment
 
 from serve_app.api_config import parse_api_args
 from serve_app.config import parse_config
@@ -25,9 +25,8 @@ KINDS = {
     ("bash", "service"): "test_demo_service.py",
     ("python", "service"): "test_demo_service.py",
     ("bash", "example"): "test_demo_service.py",
-    ("bash", "deploy"): "test_demo_service.py",
+    ("bash", "deploy"): "below: it is what `make serve` runs",
     ("bash", "develop"): ".ci/run and below",
-    ("bash", "cluster"): "e2e/",
     ("yaml", "config"): "below",
     ("json", "checkpoint"): "below",
     ("mermaid", ""): "below",
@@ -93,8 +92,15 @@ MAKE_BLOCKS = [block for tag in ("setup", "example", "develop") for block in blo
 def test_every_make_command_of_the_readme_is_a_target(line: str, tmp_path: Path) -> None:
     assert line.startswith("make ")
     command = [*line.split(), "--dry-run", f"VENV={tmp_path}"]
-    plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    plan = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
     assert plan.returncode == 0, plan.stderr
+
+
+def test_the_command_of_a_deployment_is_the_one_that_make_serve_runs() -> None:
+    (block,) = blocks("deploy")
+    command = ["make", "--dry-run", "serve"]
+    plan = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    assert plan.stdout.splitlines()[-1] == f"exec {block.text.strip()}"
 
 
 def test_the_pages_name_no_path_of_a_machine() -> None:
