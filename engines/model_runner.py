@@ -53,6 +53,7 @@ class ModelRunner:
         self._model.set_attn_implementation(NAME)
         self._device = loaded.device
         self._block_size = config.block_size
+        self._tiled = config.exact
         self._exact = False
         self._native: NativeDecoder | None = None
         self._context = AdapterContext()
@@ -75,7 +76,7 @@ class ModelRunner:
         )
         self.adapters: AdapterModules | NativeAdapters = others
         self._native = install_kernels(loaded, probe.attention, config, threads=threads)
-        if self._native is not None:  # exact as they are
+        if self._native is not None:  # exact as they are, but for what they leave to torch
             self.adapters = NativeAdapters(self._native, others, layers="model.layers", head=self.targets.head or "")
             return
         self._exact = config.exact
@@ -121,7 +122,7 @@ class ModelRunner:
         count = logit_rows.shape[0]
         if self._exact:
             logit_rows = F.pad(logit_rows, (0, -count % TILE_ROWS))
-        with RowTiles() if self._exact else nullcontext():
+        with RowTiles() if self._tiled else nullcontext():
             output = self._model(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],

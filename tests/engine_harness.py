@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -158,10 +158,11 @@ class Result:
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
+    aborted: bool = False
 
     @property
     def ended(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
+        return self.finish_reason is not None or self.error is not None or self.aborted
 
 
 class Collector:
@@ -181,7 +182,7 @@ class Collector:
             if result.ended:
                 self.after_end.append(output)
             self._add(result, output)
-        self._news.set()
+        self.wake()
 
     def _add(self, result: Result, output: Output) -> None:
         event = output.event
@@ -199,10 +200,14 @@ class Collector:
     def num_tokens(self) -> int:
         return sum(len(result.token_ids) for result in self.results.values())
 
-    async def until(self, condition: Any) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            self._news.clear()
             await asyncio.wait_for(self._news.wait(), timeout=60)
+
+    def wake(self) -> None:
+        """Have everybody who waits look again."""
+        self._news.set()
+        self._news = asyncio.Event()
 
 
 class DrivenEngine:
@@ -230,34 +235,48 @@ class DrivenEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def generate(self, *requests: GenerateRequest, arrivals: Sequence[int] = ()) -> list[Result]:
-        """All results, in order. Request i is submitted once `arrivals[i]` tokens have come out of the others."""
-        return self.run(self._generate(requests, list(arrivals)))
+    def generate(
+        self, *requests: GenerateRequest, arrivals: Sequence[int] = (), aborts: Mapping[int, int] | None = None
+    ) -> list[Result]:
+        """All results, in order. Request i is submitted once `arrivals[i]` tokens have come out of all together, and
+        aborted once it has `aborts[i]` of its own.
+        """
+        return self.run(self._generate(requests, list(arrivals), aborts or {}))
 
     def one(self, request: GenerateRequest) -> Result:
         return self.generate(request)[0]
 
-    async def _generate(self, requests: Sequence[GenerateRequest], arrivals: list[int]) -> list[Result]:
+    async def _generate(
+        self, requests: Sequence[GenerateRequest], arrivals: list[int], aborts: Mapping[int, int]
+    ) -> list[Result]:
         sink = Collector()
-        arrivals += [0] * (len(requests) - len(arrivals))
-        for due, request in sorted(zip(arrivals, requests, strict=True), key=lambda pair: pair[0]):
+        leaving = []
+        for index in sorted(range(len(requests)), key=lambda i: arrivals[i] if i < len(arrivals) else 0):
+            due = arrivals[index] if index < len(arrivals) else 0
             await sink.until(lambda due=due: sink.num_tokens >= due or _all_ended(sink.results.values()))
-            sink.expect(request.request_id)
-            self.engine.submit(request, sink)
+            sink.expect(requests[index].request_id)
+            self.engine.submit(requests[index], sink)
+            if index in aborts:
+                leaving.append(asyncio.create_task(self._abort(requests[index], sink, aborts[index])))
         await sink.until(lambda: _all_ended(sink.results.values()))
+        await asyncio.gather(*leaving)
+        await self.is_idle()
         assert not sink.after_end
         return [sink.results[request.request_id] for request in requests]
+
+    async def _abort(self, request: GenerateRequest, sink: Collector, num_tokens: int) -> None:
+        result = sink.results[request.request_id]
+        await sink.until(lambda: result.ended or len(result.token_ids) >= num_tokens)
+        if not result.ended:
+            self.engine.abort(request.request_id)
+            result.aborted = True
+            sink.wake()
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
-    async def settled(self) -> EngineStats:
-        """The stats once everything that was posted to the loop is done."""
-        await self.engine_is_idle()
-        return self.engine.stats()
-
-    async def engine_is_idle(self) -> None:
-        """A request that goes through the whole loop comes back after everything that was posted before it."""
+    async def is_idle(self) -> None:
+        """Until all is done: a request comes back from the loop after everything that was posted before it."""
         probe = Collector()
         last = request((1,), max_tokens=0)
         probe.expect(last.request_id)
