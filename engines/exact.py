@@ -25,7 +25,7 @@ def in_tiles(x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) 
     rows = x.reshape(-1, x.shape[-1])
     num_tiles = max(1, -(-rows.shape[0] // TILE_ROWS))
     filled = F.pad(rows, (0, 0, 0, num_tiles * TILE_ROWS - rows.shape[0]))
-    tiles = [multiply(tile) for tile in filled.split(TILE_ROWS)]
+    tiles = [multiply(filled[start : start + TILE_ROWS]) for start in range(0, filled.shape[0], TILE_ROWS)]
     out = torch.cat(tiles)[: rows.shape[0]]
     return out.view(*x.shape[:-1], out.shape[-1])
 

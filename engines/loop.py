@@ -25,7 +25,7 @@ _POLL_S = 0.05
 """How often the loop looks at running adapter loads while nothing else can run."""
 
 Event = TokenDelta | EngineError
-Emit = Callable[[list[tuple[Sequence, Event]]], None]
+Emit = Callable[[SequenceOf[tuple[Sequence, Event]]], None]
 Command = Callable[["EngineLoop"], None]
 
 
@@ -69,12 +69,17 @@ class Counters:
 
 @dataclass(slots=True)
 class EngineLoop:
-    """`post` may be called from any thread; everything else happens on the thread that calls `run`."""
+    """`post` may be called from any thread; everything else happens on the thread that calls `run`.
+
+    `emit` takes the events of a step. `on_end` is called once, with why: whoever posted requests ends those that are
+    left, since a loop that has failed cannot be trusted to know them.
+    """
 
     runner: Runner
     scheduler: Scheduler
     adapters: Adapters
     emit: Emit
+    on_end: Callable[[EngineStopped], None]
     counters: Counters = field(default_factory=Counters)
     failed: bool = False
     last_progress: float = field(default_factory=time.monotonic)
@@ -116,7 +121,7 @@ class EngineLoop:
             self._end(sequence)
 
     def run(self) -> None:
-        """Step until `stop`. Whatever happens, every request that is left ends with an error."""
+        """Step until `stop`, or until something fails that is no request's fault."""
         try:
             while not self._stopping:
                 self._obey()
@@ -128,9 +133,7 @@ class EngineLoop:
         finally:
             with self._wake:
                 self._ended = True
-            self._obey()
-            reason = "The engine has failed." if self.failed else "The engine was stopped."
-            self._fail_all(EngineStopped(reason))
+            self.on_end(EngineStopped("The engine has failed." if self.failed else "The engine was stopped."))
 
     def _obey(self) -> None:
         while self._commands:
@@ -244,9 +247,6 @@ class EngineLoop:
 
     def _fail(self, sequences: SequenceOf[Sequence], error: EngineError) -> None:
         self._emit([(sequence, error) for sequence in sequences if sequence.request_id in self._sequences])
-
-    def _fail_all(self, error: EngineError) -> None:
-        self._fail(list(self._sequences.values()), error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from engines.attention.sdpa import SdpaBackend
 from engines.batch import StepBatch, build_batch
 from engines.block_pool import TRASH_BLOCK
 from engines.config import EngineConfig
+from engines.errors import ModelRefused
 from engines.exact import TILE_ROWS, RowTiles
 from engines.kv_cache import KVCache, LayerShape
 from engines.lora.adaptable import adaptable_targets
@@ -38,7 +39,8 @@ _PROBE_TOKENS = 3
 
 
 class ModelRunner:
-    """Owns the model from here on: its attention is switched to the paged cache. One thread at a time.
+    """Owns the model from here on: its attention is switched to the paged cache. One thread at a time. Raises
+    `ModelRefused` when the model cannot be run as the configuration wants it.
 
     Running a chunk writes the same K and V to the same places each time, so a forward may be repeated. `state_bytes`:
     what a running sequence takes beside its blocks, in layers that carry a state; those also rule out a prefix cache.
@@ -58,6 +60,11 @@ class ModelRunner:
         self._native: NativeDecoder | None = None
         self._context = AdapterContext()
         self.has_states = bool(split_by_sequence(loaded.model, loaded.config, self._context.narrowed))
+        if self.has_states and config.exact:
+            raise ModelRefused(
+                f"{loaded.config.model_type}: exact is set, and layers that carry a state from token to token sum up "
+                "in an order that depends on the chunks."
+            )
         probe = ShapeProbe()
         self._backend: AttentionBackend = probe
         chunk = _probe_chunk([1])

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from threading import Thread
@@ -49,12 +50,16 @@ class TorchEngine:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def emit(events: list[tuple[Sequence, Event]]) -> None:
+        def emit(events: SequenceOf[tuple[Sequence, Event]]) -> None:
             # A loop that is closed already has nobody left to tell.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._deliver, events)
 
-        parts = await asyncio.to_thread(_assemble, self._config, emit)
+        def on_end(error: EngineStopped) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._end_all, error)
+
+        parts = await asyncio.to_thread(_assemble, self._config, emit, on_end)
         if self._closed:
             raise EngineStopped("The engine was closed while it was started.")
         self._parts = parts
@@ -107,6 +112,9 @@ class TorchEngine:
         if self._parts is None:
             raise EngineStopped("The engine is not running.")
         return self._parts
+
+    def _end_all(self, error: EngineStopped) -> None:
+        self._deliver([(sequence, error) for sequence in self._live.values()])
 
     def _deliver(self, events: SequenceOf[tuple[Sequence, Event]]) -> None:
         """One call per sink and step. Requests that were aborted meanwhile hear nothing."""
@@ -177,7 +185,7 @@ class _Parts:
         )
 
 
-def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
+def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped], None]) -> _Parts:
     """Load, verify and size everything. Takes as long as loading the model; runs on a thread of its own."""
     threads = 1 if config.exact else config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
@@ -217,7 +225,7 @@ def _assemble(config: EngineConfig, emit: Emit) -> _Parts:
         max_step_tokens_decoding=config.max_step_tokens_decoding,
         prefix_cache=config.prefix_cache and not runner.has_states,
     )
-    loops.append(EngineLoop(runner, scheduler, adapters, emit))
+    loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end))
     facts = ModelFacts(loaded.vocab_size, context_length, (num_blocks - 1) * config.block_size)
     return _Parts(loops[0], adapters, pool, facts, threads)
 

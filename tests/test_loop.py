@@ -1,0 +1,330 @@
+"""The loop with a runner whose logits are a hash of the text, and which fails where it is told to."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from threading import Thread
+
+import pytest
+import torch
+from engine_harness import request
+
+from engines.batch import StepBatch, build_batch, wanted_rows
+from engines.block_pool import BlockPool
+from engines.errors import AdapterError, EngineError, EngineStopped, NonFiniteLogits
+from engines.loop import EngineLoop, Event
+from engines.model_runner import NO_SINK
+from engines.protocol import Adapter, FinishReason, GenerateRequest, TokenDelta
+from engines.scheduler import Chunk, Scheduler
+from engines.sequence import Sequence as Generation
+
+VOCAB = 50
+RAISES, NAN, MISSHAPEN, BREAKS = 41, 42, 43, 44
+"""Tokens of the prompt at which the runner raises, gives NaN, gives no logits, and breaks for good."""
+
+
+def logits_after(token_ids: Sequence[int]) -> list[float]:
+    rng = Random(repr(list(token_ids)))
+    return [rng.gauss(0, 2) if token_id < 40 else -30.0 for token_id in range(VOCAB)]
+
+
+@dataclass
+class HashRunner:
+    repeatable: bool = True
+    broken: bool = False
+    batches: list[list[int]] = field(default_factory=list)
+
+    def forward(self, chunks: Sequence[Chunk]) -> tuple[StepBatch, torch.Tensor]:
+        self.batches.append([chunk.length for chunk in chunks])
+        known = {token_id for chunk in chunks for token_id in chunk.sequence.token_ids}
+        self.broken = self.broken or BREAKS in known
+        if self.broken or RAISES in known:
+            raise RuntimeError("the device said no")
+        batch = build_batch(chunks, 16, torch.device("cpu"))
+        rows = [
+            logits_after(chunk.sequence.token_ids[: chunk.start + row + 1])
+            for chunk in batch.chunks
+            for row in wanted_rows(chunk, 0)
+        ]
+        logits = torch.tensor(rows).view(len(rows), VOCAB)
+        at = 0
+        for chunk in batch.chunks:
+            if NAN in chunk.sequence.token_ids:
+                logits[at : at + len(wanted_rows(chunk, 0)), 3] = float("nan")
+            at += len(wanted_rows(chunk, 0))
+        return batch, logits[:0] if MISSHAPEN in known else logits
+
+    def check_health(self) -> None:
+        if self.broken:
+            raise RuntimeError("the device is gone")
+
+
+class NoAdapters:
+    is_loading = False
+
+    def want(self, adapter: Adapter) -> None: ...
+    def unwant(self, adapter: Adapter) -> None: ...
+    def poll(self) -> dict[Adapter, AdapterError]:
+        return {}
+
+    def ready(self, adapter: Adapter) -> bool:
+        return True
+
+    def pin(self, adapter: Adapter) -> int | None:
+        return 0
+
+    def unpin(self, slot: int) -> None: ...
+
+
+@dataclass
+class Bench:
+    """A loop that is stepped by the test."""
+
+    runner: HashRunner = field(default_factory=HashRunner)
+    num_blocks: int = 100
+    emitted: list[list[tuple[str, Event]]] = field(default_factory=list)
+    ended: list[EngineStopped] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks, 16)
+        budgets = {"max_running": 8, "max_step_tokens": 64, "max_step_tokens_decoding": 32}
+        self.scheduler = Scheduler(self.pool, NoAdapters(), **budgets, prefix_cache=True)
+
+        def emit(events: Sequence[tuple[Generation, Event]]) -> None:
+            self.emitted.append([(sequence.request_id, event) for sequence, event in events])
+
+        self.loop = EngineLoop(self.runner, self.scheduler, NoAdapters(), emit, self.ended.append)
+
+    def add(self, *requests: GenerateRequest) -> None:
+        for made in requests:
+            self.loop.add(Generation.of(made, NO_SINK))
+
+    def finish(self) -> None:
+        with torch.inference_mode():
+            while self.loop.step():
+                pass
+
+    def events(self, made: GenerateRequest) -> list[Event]:
+        return [event for events in self.emitted for request_id, event in events if request_id == made.request_id]
+
+    def deltas(self, made: GenerateRequest) -> list[TokenDelta]:
+        found = self.events(made)
+        assert all(isinstance(event, TokenDelta) for event in found)
+        return [event for event in found if isinstance(event, TokenDelta)]
+
+    def tokens(self, made: GenerateRequest) -> list[int]:
+        return [token_id for delta in self.deltas(made) for token_id in delta.token_ids]
+
+    def assert_clean(self) -> None:
+        assert self.scheduler.is_idle
+        assert self.pool.num_free == self.num_blocks - 1
+
+
+def greedy(prompt: Sequence[int], count: int) -> list[int]:
+    known = list(prompt)
+    for _ in range(count):
+        row = logits_after(known)
+        known.append(row.index(max(row)))
+    return known[len(prompt) :]
+
+
+def test_a_generation_ends_at_its_length_and_has_one_token_in_each_delta() -> None:
+    bench, made = Bench(), request((1, 2, 3), max_tokens=4)
+    bench.add(made)
+    bench.finish()
+    assert bench.tokens(made) == greedy((1, 2, 3), 4)
+    assert [delta.finish_reason for delta in bench.deltas(made)] == [None, None, None, FinishReason.LENGTH]
+    bench.assert_clean()
+
+
+def test_a_generation_ends_with_the_stop_token_even_at_its_length() -> None:
+    expected = greedy((1, 2, 3), 4)
+    for count in (2, 4):
+        stop = expected[count - 1]
+        bench = Bench()
+        made = request((1, 2, 3), max_tokens=4, stop_token_ids=frozenset({stop}))
+        bench.add(made)
+        bench.finish()
+        assert bench.tokens(made) == expected[: expected.index(stop) + 1]
+        assert bench.deltas(made)[-1].finish_reason is FinishReason.STOP
+
+
+def test_what_is_said_once_is_said_on_the_first_delta() -> None:
+    bench, prompt = Bench(), tuple(range(33))
+    first, second = (request(prompt, max_tokens=3, logprobs=1) for _ in range(2))
+    scored = request(prompt, max_tokens=3, prompt_logprobs=1)
+    for made in (first, second, scored):
+        bench.add(made)
+        bench.finish()
+    assert [delta.cached_tokens for delta in bench.deltas(second)] == [32, 0, 0]
+    assert all(len(delta.logprobs) == 1 for delta in bench.deltas(second))
+    assert [len(delta.prompt_logprobs) for delta in bench.deltas(scored)] == [33, 0, 0]
+    assert not any(delta.logprobs for delta in bench.deltas(scored))
+
+
+def test_a_prompt_can_be_scored_without_a_token() -> None:
+    bench, prompt = Bench(), tuple(i % 40 for i in range(150))
+    made = request(prompt, max_tokens=0, prompt_logprobs=0)
+    bench.add(made)
+    bench.finish()
+    (delta,) = bench.deltas(made)
+    assert delta.token_ids == ()
+    assert delta.finish_reason is FinishReason.LENGTH
+    assert delta.prompt_logprobs[0] is None
+    for position, score in enumerate(delta.prompt_logprobs[1:], start=1):
+        expected = torch.log_softmax(torch.tensor(logits_after(prompt[:position])), dim=-1)[prompt[position]]
+        assert score is not None
+        assert score.token_id == prompt[position]
+        assert score.logprob == pytest.approx(float(expected), abs=1e-5)
+    bench.assert_clean()
+
+
+@pytest.mark.parametrize("poison", [RAISES, MISSHAPEN])
+def test_what_raises_for_one_request_fails_that_one_alone(poison: int) -> None:
+    bench = Bench()
+    good = [request((i, i + 1), max_tokens=6) for i in range(4)]
+    bad = request((1, poison, 2), max_tokens=6, prompt_logprobs=0)
+    bench.add(*good[:2], bad, *good[2:])
+    bench.finish()
+    for made in good:
+        assert bench.tokens(made) == greedy(made.prompt_token_ids, 6)
+    (event,) = bench.events(bad)
+    assert isinstance(event, EngineError)
+    assert "could not be run for this request" in str(event)
+    assert not bench.ended
+    assert (bench.loop.counters.finished, bench.loop.counters.failed_requests) == (4, 1)
+    bench.assert_clean()
+
+
+@pytest.mark.parametrize("poison", [RAISES, MISSHAPEN, NAN])
+def test_any_number_of_failures_in_a_row_leave_the_engine_running(poison: int) -> None:
+    bench = Bench()
+    for _ in range(20):
+        bench.add(request((poison,)))
+        bench.finish()
+    good = request((5, 6), max_tokens=3)
+    bench.add(good)
+    bench.finish()
+    assert bench.tokens(good) == greedy((5, 6), 3)
+    bench.assert_clean()
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
+    bench = Bench()
+    good, bad = request((1, 2), max_tokens=4), request((1, NAN), max_tokens=4)
+    scored = request((1, NAN, 5), max_tokens=0, prompt_logprobs=0)
+    bench.add(bad, good, scored)
+    bench.finish()
+    assert bench.tokens(good) == greedy((1, 2), 4)
+    assert [type(event) for made in (bad, scored) for event in bench.events(made)] == [NonFiniteLogits] * 2
+    bench.assert_clean()
+
+
+def test_a_runner_that_cannot_run_a_chunk_again_fails_all_of_the_batch_and_goes_on() -> None:
+    bench = Bench(HashRunner(repeatable=False))
+    requests = [request((1, 2)), request((RAISES, 1))]
+    bench.add(*requests)
+    bench.finish()
+    assert all(isinstance(bench.events(made)[0], EngineError) for made in requests)
+    bench.assert_clean()
+
+
+def test_those_who_decode_get_their_tokens_before_the_prefill_is_computed() -> None:
+    bench = Bench()
+    first, second = request((1, 2), max_tokens=9), request(tuple(range(20)), max_tokens=9)
+    bench.add(first)
+    bench.loop.step()
+    bench.add(second)
+    bench.emitted.clear()
+    bench.loop.step()
+    assert [[request_id for request_id, _ in events] for events in bench.emitted] == [
+        [first.request_id],
+        [second.request_id],
+    ]
+
+
+def test_preemption_neither_repeats_nor_loses_a_token() -> None:
+    bench = Bench(num_blocks=1 + 7)
+    requests = [request([i] * 30, max_tokens=40, logprobs=0) for i in range(4)]
+    bench.add(*requests)
+    bench.finish()
+    for made in requests:
+        assert bench.tokens(made) == greedy(made.prompt_token_ids, 40)
+    assert bench.scheduler.preemptions > 0
+    bench.assert_clean()
+
+
+def test_the_counters_count() -> None:
+    bench, prompt = Bench(), tuple(range(40))
+    made = [request(prompt, max_tokens=5), request(prompt, max_tokens=5), request((1,), max_tokens=1)]
+    for one in made:
+        bench.add(one)
+        bench.finish()
+    counters = bench.loop.counters
+    assert counters.requests == counters.finished == 3
+    assert counters.prefill_tokens == 40 + (40 - 32) + 1
+    assert counters.decode_tokens == 4 + 4
+    assert counters.cached_tokens == 32
+    assert counters.steps == 5 + 5 + 1
+    assert counters.step_seconds > 0
+
+
+def test_an_abort_at_any_step_leaves_nothing_and_disturbs_nobody() -> None:
+    for step in range(8):
+        bench = Bench(num_blocks=1 + 9)
+        stays, leaves = request([7] * 60, max_tokens=5), request([8] * 60, max_tokens=50)
+        bench.add(stays, leaves)
+        for _ in range(step):
+            bench.loop.step()
+        before = len(bench.events(leaves))
+        bench.loop.abort(leaves.request_id)
+        bench.loop.abort("never heard of")
+        bench.finish()
+        assert bench.tokens(stays) == greedy([7] * 60, 5)
+        assert len(bench.events(leaves)) == before
+        bench.assert_clean()
+
+
+def test_time_without_work_is_no_stall() -> None:
+    bench = Bench()
+    bench.loop.last_progress -= 1000
+    bench.add(request((1, 2)))
+    assert time.monotonic() - bench.loop.last_progress < 100
+    bench.finish()
+    bench.loop.last_progress -= 1000
+    assert not bench.loop.step()
+    assert time.monotonic() - bench.loop.last_progress < 100
+
+
+def run_in_thread(bench: Bench, *commands: Callable[[EngineLoop], None]) -> Thread:
+    for command in commands:
+        assert bench.loop.post(command)
+    thread = Thread(target=bench.loop.run)
+    thread.start()
+    return thread
+
+
+def test_a_stopped_loop_says_so_once_and_takes_no_more_commands() -> None:
+    bench = Bench()
+    thread = run_in_thread(bench, lambda loop: loop.stop())
+    thread.join(timeout=30)
+    assert [str(error) for error in bench.ended] == ["The engine was stopped."]
+    assert not bench.loop.failed
+    assert not bench.loop.post(lambda loop: None)
+
+
+@pytest.mark.parametrize("breakage", ["the device", "the loop's own state"])
+def test_a_fault_that_is_no_requests_own_ends_the_loop_and_says_so(breakage: str) -> None:
+    bench = Bench()
+
+    def break_it(loop: EngineLoop) -> None:
+        if breakage == "the device":
+            loop.add(Generation.of(request((BREAKS,)), NO_SINK))
+        else:
+            raise AssertionError("an invariant does not hold")
+
+    run_in_thread(bench, break_it).join(timeout=30)
+    assert [str(error) for error in bench.ended] == ["The engine has failed."]
+    assert bench.loop.failed
+    assert not bench.loop.post(lambda loop: None)
