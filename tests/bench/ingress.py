@@ -49,8 +49,9 @@ class Stream:
 
 
 async def ask(port: int, model: str, max_tokens: int) -> Stream:
-    body = {"model": model, "prompt": "x", "max_tokens": max_tokens, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    body: dict[str, object] = {"model": model, "prompt": "x", "max_tokens": max_tokens, "stream": True}
+    # With their ids, tokens show that have no text of their own: halves of a character, special tokens.
+    body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
     text = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
