@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from conftest import Service, eventually
 from service_config import GROWING, SLEEPY
 
@@ -12,6 +13,7 @@ def running(service: Service, app: str) -> int:
     return serve.status().applications[app].deployments["engine"].replica_states.get("RUNNING", 0)
 
 
+@pytest.mark.slow
 def test_a_model_sleeps_wakes_for_a_request_and_sleeps_again(service):
     eventually(lambda: running(service, "sleepy") == 0, 60)
     assert service.is_ready()  # asking does not wake it, and it counts as ready
