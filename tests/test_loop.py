@@ -171,13 +171,34 @@ def test_a_prompt_can_be_scored_without_a_token() -> None:
     (delta,) = bench.deltas(made)
     assert delta.token_ids == ()
     assert delta.finish_reason is FinishReason.LENGTH
+    assert_scores(delta, prompt)
+    bench.assert_clean()
+
+
+def assert_scores(delta: TokenDelta, prompt: Sequence[int]) -> None:
+    assert len(delta.prompt_logprobs) == len(prompt)
     assert delta.prompt_logprobs[0] is None
     for position, score in enumerate(delta.prompt_logprobs[1:], start=1):
         expected = torch.log_softmax(torch.tensor(logits_after(prompt[:position])), dim=-1)[prompt[position]]
         assert score is not None
         assert score.token_id == prompt[position]
         assert score.logprob == pytest.approx(float(expected), abs=1e-5)
-    bench.assert_clean()
+
+
+def test_a_prompt_whose_scoring_was_interrupted_by_a_preemption_has_every_score_once() -> None:
+    bench, prompt = Bench(num_blocks=1 + 43), tuple(i % 40 for i in range(640))
+    older = request([3] * 30, max_tokens=40)
+    bench.add(older)
+    bench.loop.step()
+    scored = request(prompt, max_tokens=4, prompt_logprobs=0)
+    bench.add(scored)
+    while not bench.scheduler.preemptions:
+        assert bench.loop.step()
+    assert not bench.events(scored), "it should have been interrupted in the middle of its prompt"
+    bench.finish()
+    assert_scores(bench.deltas(scored)[0], prompt)
+    assert not any(delta.prompt_logprobs for delta in bench.deltas(scored)[1:])
+    assert bench.tokens(scored) == greedy(prompt, 4)
 
 
 @pytest.mark.parametrize("poison", [RAISES, MISSHAPEN])

@@ -22,6 +22,11 @@ from engines.protocol import Adapter
 
 logger = logging.getLogger(__name__)
 
+REFUSAL_S = 30.0
+"""How long a refusal is answered without reading the files again. Not for ever: the directory may have held something
+else for a moment.
+"""
+
 _REMEMBERED_REFUSALS = 1024
 
 
@@ -77,6 +82,7 @@ class AdapterCache(Generic[Held]):
     loaders: int
     timeout_s: float
     on_loaded: Callable[[], object]
+    clock: Callable[[], float] = time.monotonic
     counters: AdapterCounters = field(default_factory=AdapterCounters)
     _executor: ThreadPoolExecutor = field(init=False)
     _host: "OrderedDict[str, Held]" = field(default_factory=OrderedDict)
@@ -86,7 +92,7 @@ class AdapterCache(Generic[Held]):
     _wants: dict[str, dict[Adapter, int]] = field(default_factory=dict)
     _queue: dict[str, _Queued] = field(default_factory=dict)
     _loading: dict[str, _Load[Held]] = field(default_factory=dict)
-    _refused: "OrderedDict[str, AdapterError]" = field(default_factory=OrderedDict)
+    _refused: "OrderedDict[Adapter, tuple[AdapterError, float]]" = field(default_factory=OrderedDict)
     _failed: dict[Adapter, AdapterError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,6 +113,11 @@ class AdapterCache(Generic[Held]):
         return sum(weights.nbytes for weights in self._host.values())
 
     @property
+    def num_loading(self) -> int:
+        """Loads that are under way."""
+        return len(self._loading)
+
+    @property
     def is_loading(self) -> bool:
         return bool(self._loading or self._queue or self._failed)
 
@@ -115,10 +126,13 @@ class AdapterCache(Generic[Held]):
         digest = adapter.digest
         wants = self._wants.setdefault(digest, {})
         wants[adapter] = wants.get(adapter, 0) + 1
-        if digest in self._refused:
-            self._failed[adapter] = self._refused[digest]
-        elif digest not in self._host and digest not in self._loading and digest not in self._queue:
-            self._queue[digest] = _Queued(adapter, time.monotonic())
+        if digest in self._host:
+            return
+        refusal = self._refused.get(adapter)
+        if refusal is not None and self.clock() - refusal[1] < REFUSAL_S:
+            self._failed[adapter] = refusal[0]
+        elif digest not in self._loading and digest not in self._queue:
+            self._queue[digest] = _Queued(adapter, self.clock())
             self._start_loads()
 
     def unwant(self, adapter: Adapter) -> None:
@@ -155,7 +169,9 @@ class AdapterCache(Generic[Held]):
             self.modules.install(slot, self._host[digest])
             return True
         except AdapterRefused as exc:
-            self._refuse(digest, exc)
+            self._host.pop(digest)
+            for adapter in self._wants.get(digest, ()):
+                self._refuse(adapter, exc)
         except RuntimeError:  # of torch: the device has no memory left, say
             logger.exception("an adapter could not be put on the device")
             self._fail(digest, AdapterUnavailable("The checkpoint could not be put on the device; try again."))
@@ -185,7 +201,7 @@ class AdapterCache(Generic[Held]):
 
     def poll(self) -> dict[Adapter, AdapterError]:
         """Take in finished loads and start the next ones; returns what failed since the last call."""
-        now = time.monotonic()
+        now = self.clock()
         for digest, load in list(self._loading.items()):
             if load.future.done():
                 self._take_in(load, now)
@@ -209,25 +225,24 @@ class AdapterCache(Generic[Held]):
             self.counters.load_seconds += now - load.started
             self._host[digest] = load.future.result()
             self._evict_host()
-        elif isinstance(error, AdapterRefused):
-            self._refuse(digest, error)
-        else:
-            if not isinstance(error, AdapterError):
-                logger.error("an adapter could not be read", exc_info=error)
-                error = AdapterUnavailable("The checkpoint could not be read; try again.")
+            return
+        if isinstance(error, AdapterRefused):
+            self._refuse(load.adapter, error)
+        elif isinstance(error, AdapterError):
             self._failed[load.adapter] = error
-            # This directory does not have the content (any more); another that a request was bound to may.
-            for other in self._wants.get(digest, ()):
-                if other != load.adapter:
-                    self._queue[digest] = _Queued(other, now)
-                    break
+        else:
+            logger.error("an adapter could not be read", exc_info=error)
+            self._failed[load.adapter] = AdapterUnavailable("The checkpoint could not be read; try again.")
+        # Perhaps this directory does not hold the content any more, and another that a request was bound to does.
+        for other in self._wants.get(digest, ()):
+            if other not in self._failed:
+                self._queue[digest] = _Queued(other, now)
+                return
 
-    def _refuse(self, digest: str, error: AdapterError) -> None:
-        """Content never changes under its digest, so a refusal holds."""
+    def _refuse(self, adapter: Adapter, error: AdapterError) -> None:
         self.counters.refusals += 1
-        self._refused[digest] = error
-        self._host.pop(digest, None)
-        self._fail(digest, error)
+        self._failed[adapter] = error
+        self._refused[adapter] = (error, self.clock())
         while len(self._refused) > _REMEMBERED_REFUSALS:
             self._refused.popitem(last=False)
 
@@ -242,7 +257,7 @@ class AdapterCache(Generic[Held]):
         while self._queue and len(self._loading) < self.loaders and self._has_room():
             adapter = self._queue.pop(next(iter(self._queue))).adapter
             future = self._executor.submit(self.load, adapter)
-            self._loading[adapter.digest] = _Load(adapter, future, time.monotonic())
+            self._loading[adapter.digest] = _Load(adapter, future, self.clock())
             future.add_done_callback(lambda _: self.on_loaded())
 
     def _has_room(self) -> bool:
