@@ -38,8 +38,13 @@ def blocks(tag: str | None = None, *, language: str | None = None, file: Path = 
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what a `make` that runs the tests hands on to every other `make`, VENV among it."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    """This process's, without what a `make VENV=…` that runs the tests hands on to every other `make`."""
+    variables = set(re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in variables and not name.startswith(("MAKE", "MFLAGS"))
+    }
 
 
 def run(block: Block, address: str) -> str:

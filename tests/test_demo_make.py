@@ -96,6 +96,7 @@ def test_a_make_that_runs_the_tests_does_not_hand_on_its_variables(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAKEFLAGS", " -- VENV=elsewhere")
+    monkeypatch.setenv("VENV", "elsewhere")
     assert checkout.make("setup") == (0, installs("gguf"))
 
 
