@@ -136,7 +136,7 @@ class AdapterModules:
         for path, pair in weights.pairs.items():
             if path not in self._adaptable:
                 raise AdapterRefused(f"The adapter changes {path!r}, which this engine does not adapt on this model.")
-            A, B = (matrix.to(device=self._device, dtype=self._dtype) for matrix in (pair.A, pair.B))
+            A, B = (matrix.to(device=self._device, dtype=self._dtype, copy=True) for matrix in (pair.A, pair.B))
             pairs[path] = LoraPair(A, B, pair.scale)
         nbytes = sum(pair.A.nbytes + pair.B.nbytes for pair in pairs.values())
         return AdapterWeights(weights.digest, weights.rank, nbytes, pairs)
