@@ -85,8 +85,9 @@ def _lay_out(batch: StepBatch, block_size: int) -> _Layout:
 
 
 def _decode_rows(rows: list[Chunk], block_size: int, device: torch.device) -> DecodeRows:
-    width = max(-(-row.end // block_size) for row in rows)
-    tables = [row.sequence.blocks[:width] for row in rows]
+    # Not the blocks for tokens that are still to come: what lies there is somebody else's.
+    tables = [row.sequence.blocks[: -(-row.end // block_size)] for row in rows]
+    width = max(map(len, tables))
     return DecodeRows(
         block_tables=torch.tensor([table + [TRASH_BLOCK] * (width - len(table)) for table in tables], device=device),
         kv_lens=torch.tensor([row.end for row in rows], device=device),
