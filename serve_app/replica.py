@@ -82,6 +82,7 @@ class Replica:
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_used_fraction": used / stats.blocks_total if stats.blocks_total else 0.0,
+            "adapters_pinned": stats.adapter_slots_pinned,
         }
 
     def open_requests(self) -> dict[str, int]:

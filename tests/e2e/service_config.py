@@ -54,11 +54,13 @@ def api(name: str, prefix: str, user_config: Json, *, transport: str) -> Json:
 
 
 def model(app: str, **args: Any) -> Json:
+    """An application of a deterministic engine, unless `args` say otherwise; None takes one of the usual ones away."""
     fake = {"step_s": 0.01, "vocab_size": 512, "reply_tokens": None}
     usual = {"id": app, "source": "nowhere", "engine": "fake", "cpus_per_replica": 0.1, "fake": fake}
+    usual["graceful_shutdown_timeout_s"] = 30
     return {
         "name": app,
         "route_prefix": None,
         "import_path": "serve_app.app:model",
-        "args": {**usual, "graceful_shutdown_timeout_s": 30, **args},
+        "args": {name: value for name, value in {**usual, **args}.items() if value is not None},
     }
