@@ -16,7 +16,7 @@ from engines.batch import StepBatch, wanted_rows
 from engines.errors import AdapterError, EngineError, EngineStopped, NonFiniteLogits
 from engines.protocol import Adapter, FinishReason, TokenDelta, TokenLogprob
 from engines.sampler import Sampled, prompt_logprobs, sample
-from engines.scheduler import Chunk, Scheduler, StepPlan
+from engines.scheduler import Chunk, Scheduler
 from engines.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -154,41 +154,38 @@ class EngineLoop:
             if self.scheduler.is_idle or self.adapters.is_loading:
                 self.last_progress = started
             return False
-        if not self._run_parts(plan):
-            # Every request of the step failed: is it they, or the device? If this raises, the engine is broken.
+        failures: list[tuple[Sequence, EngineError]] = []
+        # Two forwards, not one: on the CPU the kernels for few rows and for many differ, also in their rounding, and
+        # the tokens of those who decode need not wait for the prefill.
+        progressed = [self._compute(chunks, failures) for chunks in (plan.decode, plan.prefill) if chunks]
+        if not any(progressed):
+            # Every request of the step failed: is it they, or the device? If this raises, the engine is broken, and
+            # they end as all others do.
             self.runner.check_health()
+        self._emit(failures)
         self.last_progress = time.monotonic()
         self.counters.steps += 1
         self.counters.step_seconds += self.last_progress - started
         return True
 
-    def _run_parts(self, plan: StepPlan) -> bool:
-        # Two forwards, not one: on the CPU the kernels for few rows and for many differ, also in their rounding, and
-        # the tokens of those who decode need not wait for the prefill.
-        progressed = False
-        for chunks in (plan.decode, plan.prefill):
-            # A failure in the first part may have ended requests that are in the second one too.
-            alive = [chunk for chunk in chunks if chunk.sequence.blocks]
-            if alive:
-                progressed |= self._compute(alive)
-        return progressed
-
-    def _compute(self, chunks: SequenceOf[Chunk]) -> bool:
-        """Run chunks together, or one by one when that fails, so that one request cannot fail another."""
+    def _compute(self, chunks: SequenceOf[Chunk], failures: list[tuple[Sequence, EngineError]]) -> bool:
+        """Run chunks together, or one by one when that fails, so that one request cannot fail another. Adds those
+        that failed alone to `failures`; returns whether any did not fail.
+        """
         try:
             results = _results(*self.runner.forward(chunks))
         except Exception as exc:
             request_ids = [chunk.sequence.request_id for chunk in chunks]
             logger.exception("a forward pass failed", extra={"request_ids": request_ids})
             if len(chunks) > 1 and self.runner.repeatable:
-                return any([self._compute([chunk]) for chunk in chunks if chunk.sequence.blocks])
+                return any([self._compute([chunk], failures) for chunk in chunks])
             error = exc if isinstance(exc, EngineError) else EngineError("The model could not be run for this request.")
-            self._fail([chunk.sequence for chunk in chunks], error)
+            failures += [(chunk.sequence, error) for chunk in chunks]
             return False
-        self._commit(results)
-        return True
+        return self._commit(results)
 
-    def _commit(self, results: SequenceOf["_Result"]) -> None:
+    def _commit(self, results: SequenceOf["_Result"]) -> bool:
+        """Returns whether any request has not failed by its result."""
         events: list[tuple[Sequence, Event]] = []
         for result in results:
             chunk, sequence = result.chunk, result.chunk.sequence
@@ -198,6 +195,7 @@ class EngineLoop:
             if chunk.completes:
                 events.append((sequence, self._advance(sequence, result.draw)))
         self._emit(events)
+        return sum(isinstance(event, EngineError) for _, event in events) < len(results)
 
     def _count(self, chunk: Chunk) -> None:
         if chunk.length == 1 and chunk.sequence.num_output:
@@ -228,7 +226,7 @@ class EngineLoop:
             prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
         )
 
-    def _emit(self, events: list[tuple[Sequence, Event]]) -> None:
+    def _emit(self, events: SequenceOf[tuple[Sequence, Event]]) -> None:
         for sequence, event in events:
             if isinstance(event, EngineError):
                 self.counters.failed_requests += 1

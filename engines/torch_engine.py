@@ -130,7 +130,9 @@ class TorchEngine:
             try:
                 sink.deliver(outputs)
             except Exception:  # whatever is wrong with one sink, the others get their tokens
-                logger.exception("a sink failed")
+                logger.exception("a sink failed; its requests are aborted")
+                for output in outputs:
+                    self.abort(output.request_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """What tests of the engine share: tiny models and adapters on disk, a driven engine, plain references."""
 
 import asyncio
+import json
+import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +16,12 @@ import tiny_models
 import torch
 from lora_files import adapter_at, random_model, save_with_peft
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engines.config import EngineConfig
 from engines.errors import EngineError
+from engines.lora.digest import WEIGHTS_FILE
 from engines.protocol import (
     Adapter,
     EngineStats,
@@ -59,6 +63,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "head": {"target_modules": ["lm_head"], "r": 5},
     "embedding": {"target_modules": ["embed_tokens", "k_proj"], "r": 4},
     "wide": {"target_modules": ["gate_proj", "up_proj", "down_proj"], "r": 32},
+    "too-wide": {"target_modules": ["q_proj"], "r": 65},
     "mla": {"target_modules": "all-linear", "r": 3},
     "experts": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 3},
     "router": {"target_modules": ["q_proj"], "target_parameters": ["gate.weight"], "r": 2},
@@ -324,3 +329,43 @@ def kv_bytes(name: str, num_blocks: int) -> int:
 def engine_config(name: str = "llama", **settings: Any) -> EngineConfig:
     source = str(model_folder(name))
     return EngineConfig(**{"source": source, "threads": 1, "kv_cache_bytes": KV_BYTES, "max_running": 16, **settings})
+
+
+RAISES, BREAKS = 300, 301
+"""Tokens at which `explosive_folder`'s model raises, once or from then on."""
+
+_EXPLOSIVE = f"""
+from transformers import LlamaForCausalLM
+
+
+class ExplosiveForCausalLM(LlamaForCausalLM):
+    broken = False
+
+    def forward(self, input_ids=None, **arguments):
+        tokens = set(input_ids.flatten().tolist())
+        ExplosiveForCausalLM.broken |= {BREAKS} in tokens
+        if ExplosiveForCausalLM.broken or {RAISES} in tokens:
+            raise RuntimeError("the device said no")
+        return super().forward(input_ids=input_ids, **arguments)
+"""
+
+
+@cache
+def explosive_folder() -> Path:
+    """The tiny llama with code of its own, to be loaded with `trust_remote_code`."""
+    folder = Path(_FOLDER.name) / "explosive"
+    shutil.copytree(model_folder("llama"), folder)
+    (folder / "modeling_explosive.py").write_text(_EXPLOSIVE)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_explosive.ExplosiveForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def scaled_adapter(bound: Adapter, name: str, factor: float) -> Adapter:
+    """A copy of an adapter with all weights multiplied."""
+    folder = Path(_FOLDER.name) / name
+    shutil.copytree(bound.directory, folder)
+    tensors = {key: tensor * factor for key, tensor in load_file(folder / WEIGHTS_FILE).items()}
+    save_file(tensors, folder / WEIGHTS_FILE)
+    return adapter_at(folder)

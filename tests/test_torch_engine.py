@@ -1,0 +1,445 @@
+"""The engine's face: what it refuses, how requests end, and that what goes wrong for one is nobody else's business."""
+
+import asyncio
+import gc
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from engine_harness import (
+    BREAKS,
+    RAISES,
+    Collector,
+    DrivenEngine,
+    Engines,
+    adapter,
+    clear_prompt,
+    engine_config,
+    explosive_folder,
+    kv_bytes,
+    model_folder,
+    prompt_of,
+    reference_greedy,
+    request,
+    scaled_adapter,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import VOCAB
+
+from engines.errors import (
+    AdapterChanged,
+    AdapterRefused,
+    AdapterUnavailable,
+    EngineError,
+    EngineStopped,
+    ModelRefused,
+    NonFiniteLogits,
+    QueueFull,
+    RequestRefused,
+)
+from engines.kv_cache import KVCache
+from engines.protocol import Adapter, GenerateRequest, Output
+from engines.torch_engine import TorchEngine
+
+BOTH = pytest.mark.parametrize("attention", ["auto", "sdpa"])
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    with Engines() as engines:
+        yield engines
+
+
+def good_request(max_tokens: int = 8, length: int = 20, bound: Adapter | None = None) -> GenerateRequest:
+    prompt = clear_prompt("llama", length, max_tokens, bounds=(bound,))
+    return request(prompt, adapter=bound, max_tokens=max_tokens)
+
+
+def expected(made: GenerateRequest) -> list[int]:
+    return list(reference_greedy("llama", made.adapter, made.prompt_token_ids, made.sampling.max_tokens)[0])
+
+
+def assert_unused(engine: DrivenEngine) -> None:
+    engine.run(engine.is_idle())
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.adapter_slots_pinned) == (0, 0, 0)
+    assert stats.blocks_free == stats.blocks_total
+    assert stats.stalled_s == 0
+
+
+REFUSALS = {
+    "an empty prompt": (request(()), "prompt", "The prompt is empty."),
+    "an id beyond the vocabulary": (
+        request((1, VOCAB, 2)),
+        "prompt",
+        f"Token id {VOCAB} is not in the vocabulary (0 to {VOCAB - 1}).",
+    ),
+    "a negative id": (request((-1,)), "prompt", f"Token id -1 is not in the vocabulary (0 to {VOCAB - 1})."),
+    "a bias beyond the vocabulary": (
+        request((1,), logit_bias=((3, 1.0), (VOCAB, 1.0))),
+        "logit_bias",
+        f"Token id {VOCAB} in logit_bias is not in the vocabulary (0 to {VOCAB - 1}).",
+    ),
+    "too many tokens": (
+        request((1,) * 500, max_tokens=13),
+        "max_tokens",
+        "Prompt length plus max_tokens exceeds the model's context window: 500 + 13 > 512",
+    ),
+}
+
+
+@pytest.mark.parametrize(("made", "field", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_run_is_refused_at_once(made: GenerateRequest, field: str, message: str, engines: Engines) -> None:
+    engine = engines("llama")
+    with pytest.raises(RequestRefused) as refusal:
+        engine.one(made)
+    assert (refusal.value.field, str(refusal.value)) == (field, message)
+    assert_unused(engine)
+
+
+def test_a_request_may_fill_the_context_to_the_last_token(engines: Engines) -> None:
+    result = engines("llama").one(request((1,) * 500, max_tokens=12))
+    assert len(result.token_ids) == 12
+
+
+def test_a_request_id_is_free_again_once_its_request_has_ended(engines: Engines) -> None:
+    engine, made = engines("llama"), good_request()
+    for _ in range(2):
+        assert engine.one(made).token_ids == expected(made)
+
+    async def twice() -> None:
+        sink = Collector()
+        sink.expect(made.request_id)
+        engine.engine.submit(made, sink)
+        with pytest.raises(RequestRefused, match="is in use"):
+            engine.engine.submit(made, sink)
+        engine.engine.abort(made.request_id)
+        engine.engine.submit(made, sink)
+        await sink.until(lambda: sink.results[made.request_id].ended)
+        assert sink.results[made.request_id].token_ids == expected(made)
+
+    engine.run(twice())
+
+
+def test_a_full_queue_is_said_at_once_and_passes(engines: Engines) -> None:
+    engine = engines("llama", max_running=1, max_waiting=2)
+
+    async def check() -> None:
+        sink = Collector()
+        accepted = [request(prompt_of(5), max_tokens=200) for _ in range(3)]
+        for made in accepted:
+            sink.expect(made.request_id)
+            engine.engine.submit(made, sink)
+        with pytest.raises(QueueFull) as refusal:
+            engine.engine.submit(request((1,)), sink)
+        assert refusal.value.limit == 2
+        engine.engine.abort(accepted[1].request_id)
+        last = good_request()
+        sink.expect(last.request_id)
+        engine.engine.submit(last, sink)
+        engine.engine.abort(accepted[0].request_id)
+        engine.engine.abort(accepted[2].request_id)
+        await sink.until(lambda: sink.results[last.request_id].ended)
+        assert sink.results[last.request_id].token_ids == expected(last)
+
+    engine.run(check())
+    assert_unused(engine)
+
+
+@BOTH
+def test_a_request_whose_forward_raises_fails_alone(attention: str) -> None:
+    config = engine_config(source=str(explosive_folder()), attention=attention, trust_remote_code=True, self_test=False)
+    with DrivenEngine(config) as engine:
+        good = [good_request(length=length) for length in (5, 20, 40)]
+        bad = [request((3, RAISES, 4)), request((RAISES,))]
+        results = engine.generate(good[0], bad[0], good[1], bad[1], good[2], arrivals=[0, 2, 2, 6, 6])
+        for made, result in zip(good, [results[0], results[2], results[4]], strict=True):
+            assert result.token_ids == expected(made)
+        for result in (results[1], results[3]):
+            assert isinstance(result.error, EngineError)
+            assert result.token_ids == []
+        for _ in range(5):
+            assert engine.one(request((RAISES,))).error is not None
+        assert engine.one(good[0]).token_ids == expected(good[0])
+        assert not engine.stats().failed
+        assert_unused(engine)
+
+
+def test_a_device_that_is_broken_ends_every_request_and_shows() -> None:
+    config = engine_config(source=str(explosive_folder()), trust_remote_code=True, self_test=False)
+    engine = DrivenEngine(config)
+    requests = [request(prompt_of(5), max_tokens=400) for _ in range(4)]
+    results = engine.run(_until_broken(engine, requests))
+    assert all(isinstance(error, EngineError) for error in results)
+    assert any(isinstance(error, EngineStopped) for error in results)
+    assert engine.stats().failed
+    with pytest.raises(EngineStopped):
+        engine.one(good_request())
+    engine.close()
+
+
+async def _until_broken(engine: DrivenEngine, requests: Sequence[GenerateRequest]) -> list[EngineError | None]:
+    sink = Collector()
+    for made in (*requests, request((BREAKS,))):
+        sink.expect(made.request_id)
+        engine.engine.submit(made, sink)
+    await sink.until(lambda: all(result.ended for result in sink.results.values()))
+    return [result.error for result in sink.results.values()]
+
+
+@BOTH
+def test_an_adapter_that_overflows_fails_its_own_requests_and_leaves_nothing_behind(
+    attention: str, engines: Engines
+) -> None:
+    wild = scaled_adapter(adapter("llama", "all"), f"wild-{attention}", 1e30)
+    engine = engines("llama", attention=attention, context_length=96, kv_cache_bytes=kv_bytes("llama", 8))
+    good = [good_request(length=length, bound=bound) for bound in (None, adapter("llama", "all")) for length in (5, 20)]
+    for _ in range(3):  # the pool is so small that the blocks it used are used again at once
+        bad = [request(prompt_of(length), adapter=wild) for length in (3, 30, 60)]
+        mixed = [good[0], bad[0], good[1], bad[1], good[2], bad[2], good[3]]
+        results = dict(zip((made.request_id for made in mixed), engine.generate(*mixed), strict=True))
+        for made in good:
+            assert results[made.request_id].token_ids == expected(made)
+        for made in bad:
+            assert isinstance(results[made.request_id].error, NonFiniteLogits)
+    assert_unused(engine)
+
+
+def test_adapters_that_cannot_be_served_are_refused_and_the_others_go_on(engines: Engines, tmp_path: Path) -> None:
+    engine = engines("llama", max_adapter_rank=8)
+    infinite = scaled_adapter(adapter("llama", "q-v"), f"infinite-{tmp_path.name}", float("inf"))
+    good = good_request(bound=adapter("llama", "q-v"))
+    too_wide = request(prompt_of(5), adapter=adapter("llama", "wide"))
+    results = engine.generate(
+        request(prompt_of(5), adapter=infinite), good, too_wide, too_wide_again := _again(too_wide)
+    )
+    assert too_wide_again.adapter == too_wide.adapter
+    assert results[1].token_ids == expected(good)
+    for result, words in (
+        (results[0], "holds NaN or infinity"),
+        (results[2], "limit is 8"),
+        (results[3], "limit is 8"),
+    ):
+        assert isinstance(result.error, AdapterRefused)
+        assert words in str(result.error)
+    assert_unused(engine)
+
+
+def _again(made: GenerateRequest) -> GenerateRequest:
+    return request(made.prompt_token_ids, adapter=made.adapter)
+
+
+def test_a_directory_that_holds_something_else_by_now_is_said_to_have_changed(engines: Engines, tmp_path: Path) -> None:
+    engine = engines("llama")
+    bound = adapter("llama", "all", seed=7)
+    moved = Adapter(bound.digest, str(tmp_path / "it"))
+    shutil.copytree(adapter("llama", "q-v", seed=7).directory, moved.directory)
+    gone = Adapter(bound.digest, str(tmp_path / "nowhere"))
+    results = engine.generate(*(request(prompt_of(5), adapter=one) for one in (moved, gone)))
+    assert all(isinstance(result.error, AdapterChanged) for result in results)
+    whole = request(prompt_of(5), adapter=bound)
+    assert engine.one(whole).error is None
+    assert engine.one(_again(request(prompt_of(5), adapter=moved))).error is None, "the content is known by now"
+
+
+def test_an_adapter_that_takes_too_long_is_unavailable_for_now(engines: Engines) -> None:
+    engine = engines("llama", adapter_load_timeout_s=1e-9)
+    made = good_request(bound=adapter("llama", "q-v"))
+    assert isinstance(engine.one(made).error, AdapterUnavailable)
+    assert_unused(engine)
+
+
+def test_an_adapter_is_warmed_before_its_first_request(engines: Engines) -> None:
+    engine = engines("llama", max_adapters=3)
+    bound = adapter("llama", "q-v")
+    engine.run(engine.engine.warm(bound))
+    assert engine.stats().adapters == (bound.digest,)
+    engine.run(engine.engine.warm(bound))
+    assert engine.stats().counters["adapter_loads"] == 1
+    with pytest.raises(AdapterRefused, match="limit is 64"):
+        engine.run(engine.engine.warm(adapter("llama", "too-wide")))
+    assert_unused(engine)
+
+
+def test_two_hundred_clients_that_leave_when_they_like_leave_nothing_behind(engines: Engines) -> None:
+    # Few blocks, few slots, room for one adapter: everything has to wait for everything.
+    engine = engines(
+        "llama",
+        context_length=96,
+        kv_cache_bytes=kv_bytes("llama", 12),
+        max_running=6,
+        max_adapters=2,
+        adapter_bytes=1,
+        max_step_tokens=40,
+        max_step_tokens_decoding=20,
+    )
+
+    @settings(max_examples=4, deadline=None)
+    @given(seed=st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        requests, arrivals, aborts = clients(Random(seed))
+        results = engine.generate(*requests, arrivals=arrivals, aborts=aborts)
+        for made, result in zip(requests, results, strict=True):
+            assert result.error is None
+            assert result.aborted or len(result.token_ids) == made.sampling.max_tokens
+        assert_unused(engine)
+
+    check()
+
+
+def clients(rng: Random) -> tuple[list[GenerateRequest], list[int], dict[int, int]]:
+    """200 requests, after how many tokens of all each arrives, and after how many of its own some are aborted."""
+    bounds = [None, None, *(adapter("llama", kind) for kind in ("q-v", "head", "embedding"))]
+    requests = [
+        request(
+            prompt_of(rng.randint(1, 60), seed=rng.randint(0, 3)),
+            adapter=rng.choice(bounds),
+            tenant=rng.choice("ab"),
+            max_tokens=rng.randint(1, 8),
+            prompt_logprobs=rng.choice([None, None, 1]),
+        )
+        for _ in range(200)
+    ]
+    arrivals = [rng.randint(0, 400) for _ in requests]
+    aborts = {index: rng.choice([0, 0, 1, 3]) for index in range(200) if rng.random() < 0.6}
+    return requests, arrivals, aborts
+
+
+def test_closing_a_busy_engine_ends_every_request_joins_its_thread_and_frees_its_memory() -> None:
+    gc.collect()
+    caches = sum(isinstance(thing, KVCache) for thing in gc.get_objects())
+    threads = threading.active_count()
+    engine = DrivenEngine(engine_config("llama", attention="sdpa", max_running=2))
+
+    async def check() -> None:
+        sink = Collector()
+        requests = [
+            request(prompt_of(20), max_tokens=400, adapter=bound)
+            for bound in (None, adapter("llama", "q-v"), None, adapter("llama", "head"))
+        ]
+        for made in requests:
+            sink.expect(made.request_id)
+            engine.engine.submit(made, sink)
+        await sink.until(lambda: sink.num_tokens > 5)
+        await asyncio.gather(engine.engine.close(), engine.engine.close())
+        assert [type(sink.results[made.request_id].error) for made in requests] == [EngineStopped] * 4
+        with pytest.raises(EngineStopped):
+            engine.engine.submit(requests[0], sink)
+        engine.engine.abort(requests[0].request_id)
+        assert not sink.after_end
+
+    engine.run(check())
+    assert engine.stats().failed
+    gc.collect()
+    assert sum(isinstance(thing, KVCache) for thing in gc.get_objects()) == caches
+    engine.close()
+    assert threading.active_count() == threads
+
+
+def test_an_engine_that_was_not_started_takes_nothing() -> None:
+    engine = TorchEngine(engine_config("llama"))
+    with pytest.raises(EngineStopped):
+        engine.submit(request((1,)), Collector())
+    with pytest.raises(EngineStopped):
+        _ = engine.facts
+    engine.abort("nothing")
+    asyncio.run(engine.close())
+
+
+def test_an_engine_that_is_closed_while_it_starts_does_not_start() -> None:
+    engine = TorchEngine(engine_config("llama"))
+
+    async def check() -> list[object]:
+        return list(await asyncio.gather(engine.start(), engine.close(), return_exceptions=True))
+
+    started, closed = asyncio.run(check())
+    assert isinstance(started, EngineStopped)
+    assert closed is None
+
+
+class BrokenSink:
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        raise ValueError("this connection is gone")
+
+
+def test_a_sink_that_raises_takes_nothing_from_the_others(engines: Engines) -> None:
+    engine = engines("llama")
+    made = good_request()
+
+    async def check() -> None:
+        sink = Collector()
+        for _ in range(3):
+            engine.engine.submit(request(prompt_of(5), max_tokens=400), BrokenSink())
+        sink.expect(made.request_id)
+        engine.engine.submit(made, sink)
+        await sink.until(lambda: sink.results[made.request_id].ended)
+        assert sink.results[made.request_id].token_ids == expected(made)
+
+    engine.run(check())
+    assert_unused(engine)
+
+
+def test_the_stats_and_counters_say_what_happened(engines: Engines) -> None:
+    engine = engines("llama", max_adapters=2, max_running=5)
+    bounds = [adapter("llama", kind) for kind in ("q-v", "head", "embedding")]
+    for bound in bounds:
+        engine.one(request(prompt_of(20), adapter=bound, max_tokens=3))
+    long = prompt_of(50, seed=9)
+    for _ in range(2):
+        engine.one(request(long, max_tokens=5))
+    stats = engine.stats()
+    assert stats.adapters == (bounds[1].digest, bounds[2].digest)
+    assert stats.adapter_slots_total == 2
+    assert stats.blocks_cached == 3 * 1 + 3
+    assert stats.counters["cached_tokens"] == 48
+    assert stats.counters["prefill_tokens"] == 3 * 20 + 50 + 2 + _probes(stats.counters["requests"], 5)
+    assert stats.counters["decode_tokens"] == 3 * 2 + 2 * 4
+    assert stats.counters["adapter_loads"] == 3
+    assert stats.counters["adapter_evictions"] == 1
+    assert stats.counters["finished"] == stats.counters["requests"]
+    assert stats.counters["failed_requests"] == stats.counters["preemptions"] == 0
+    assert stats.stalled_s == 0
+
+
+def _probes(requests: float, own: int) -> float:
+    """The harness sends a request of one token after each of a test's own, to know that all is done."""
+    return requests - own
+
+
+def test_the_context_and_the_cache_are_what_was_asked_for() -> None:
+    config = engine_config("llama", context_length=100, kv_cache_bytes=kv_bytes("llama", 21), max_running=3)
+    with DrivenEngine(config) as engine:
+        facts = engine.engine.facts
+        assert (facts.vocab_size, facts.context_length, facts.kv_capacity_tokens) == (VOCAB, 100, 20 * 16)
+        assert engine.one(request(prompt_of(90), max_tokens=10)).error is None
+        with pytest.raises(RequestRefused, match="90 \\+ 11 > 100"):
+            engine.one(request(prompt_of(90), max_tokens=11))
+    with DrivenEngine(engine_config("llama", kv_cache_bytes=None, max_running=2)) as engine:
+        assert engine.engine.facts.context_length == 512
+        assert engine.engine.facts.kv_capacity_tokens == 2 * 512
+
+
+def test_a_cache_that_cannot_hold_one_sequence_is_refused_with_the_bytes_it_takes() -> None:
+    needed = kv_bytes("llama", 33)
+    message = f"kv_cache_bytes = {needed - 1} holds 496 tokens, fewer than one sequence of context_length = 512"
+    with pytest.raises(ModelRefused, match=message) as refusal:
+        DrivenEngine(engine_config("llama", kv_cache_bytes=needed - 1))
+    assert f"give at least {needed} bytes" in str(refusal.value)
+    DrivenEngine(engine_config("llama", kv_cache_bytes=needed)).close()
+
+
+def test_a_context_beyond_the_models_own_is_refused() -> None:
+    with pytest.raises(ModelRefused, match="context_length = 513 is more than the 512 tokens"):
+        DrivenEngine(engine_config("llama", context_length=513))
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="cannot be loaded"):
+        DrivenEngine(engine_config(source=str(tmp_path)))
+    shutil.copy(model_folder("llama") / "config.json", tmp_path)
+    with pytest.raises(ModelRefused, match="cannot be loaded"):
+        DrivenEngine(engine_config(source=str(tmp_path)))
