@@ -29,12 +29,6 @@ class Checkpoint(Protocol):
     def base_model(self) -> str | None: ...
 
     @property
-    def owner(self) -> str | None: ...
-
-    @property
-    def public(self) -> bool: ...
-
-    @property
     def chat_template(self) -> str | None: ...
 
 
@@ -51,8 +45,8 @@ class Listing(Protocol):
 class Checkpoints(Protocol):
     """Where checkpoints come from."""
 
-    async def resolve(self, path: CheckpointPath) -> Checkpoint:
-        """The content that the path has now. Raises a `CheckpointError`."""
+    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
+        """The content that the path has now. Raises a `CheckpointError`; what is someone else's does not exist."""
 
     async def list(self, owner: str | None) -> Listing:
         """Those that this owner may use."""
@@ -126,10 +120,7 @@ class Catalog:
     async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> Checkpoint:
         if self._checkpoints is None:
             raise _not_found(str(path))
-        checkpoint = await self._checkpoints.resolve(path)
-        if not (checkpoint.public or checkpoint.owner is None or checkpoint.owner == caller.owner):
-            raise _not_found(str(path))
-        return checkpoint
+        return await self._checkpoints.resolve_for(path, caller.owner)
 
     def _base_of(
         self, path: CheckpointPath, checkpoint: Checkpoint, named: tuple[ServedModel, int] | None, caller: Caller
@@ -156,7 +147,7 @@ class Catalog:
         template = checkpoint.chat_template
         if template is None or not model.config.allow_checkpoint_chat_template:
             return model.renderer
-        key = (model.id, checkpoint.digest)
+        key = (model.id, template)  # not the digest: two checkpoints of equal weights may differ in their templates
         if key not in self._renderers:
             try:
                 renderer = await asyncio.to_thread(model.renderer_with, template)

@@ -23,6 +23,7 @@ from engines.errors import EngineError
 from engines.fake import FakeConfig, FakeEngine
 from engines.protocol import Engine, GenerateRequest
 from serve_app.catalog import Checkpoint
+from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.config import CheckpointsConfig
 from serve_app.errors import CheckpointNotFound
 from serve_app.http_app import build_http_app
@@ -66,11 +67,13 @@ class MemoryCheckpoints:
 
     held: dict[str, StoredCheckpoint | Exception] = field(default_factory=dict)
 
-    async def resolve(self, path: CheckpointPath) -> Checkpoint:
+    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
         denied = CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
         found = self.held.get(str(path), denied)
         if isinstance(found, Exception):
             raise found
+        if not is_open_to(found.owner, public=found.public, caller=caller):
+            raise denied
         return found
 
     async def list(self, owner: str | None) -> StoredListing:

@@ -117,6 +117,9 @@ def test_a_checkpoint_brings_its_own_template_only_where_it_may(edge: RunningEdg
     edge.reconfigure(models=allowing)
     try:
         assert prompt(edge, {"role": "user", "content": "x"}, model=path) == "x!<|im_end|>"
+        twin = "tinker://r/sampler_weights/twin"  # of equal weights
+        edge.checkpoints.held[twin] = StoredCheckpoint("d1", chat_template=template.replace("!", "?"))
+        assert prompt(edge, {"role": "user", "content": "x"}, model=twin) == "x?<|im_end|>"
     finally:
         edge.reconfigure()
 

@@ -37,7 +37,7 @@ KEY = "bench"
 
 
 class NoCheckpoints:
-    async def resolve(self, path: object) -> object:
+    async def resolve_for(self, path: object, caller: str | None) -> object:
         raise LookupError(path)
 
 
