@@ -67,6 +67,7 @@ class EngineConfig:
 
 _POSITIVE = (
     "context_length",
+    "block_size",
     "kv_cache_bytes",
     "max_running",
     "max_waiting",

@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -276,6 +276,19 @@ class DrivenEngine:
             self.engine.abort(request.request_id)
             result.aborted = True
             sink.wake()
+
+    def until_preempted(
+        self, make: Callable[[], Sequence[GenerateRequest]]
+    ) -> Iterator[tuple[GenerateRequest, Result]]:
+        """Rounds of requests that need more blocks than there are, until one was preempted; when each arrives is up to
+        the threads, so one round may do without.
+        """
+        for _ in range(10):
+            requests = make()
+            yield from zip(requests, self.generate(*requests), strict=True)
+            if self.stats().counters["preemptions"]:
+                return
+        raise AssertionError("nothing was preempted")
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

@@ -19,15 +19,20 @@ ADAPTERS: Mapping[str, tuple[str, ...]] = {
     "deepseek-v3": ("mla", "experts"),
 }
 MODELS = [
-    ("llama", "auto"),
-    ("llama", "sdpa"),
-    ("mistral", "auto"),
-    ("mistral", "sdpa"),
-    ("qwen3-moe", "auto"),
-    ("gemma2", "auto"),
-    ("gemma3", "auto"),
-    ("gpt-oss", "auto"),
-    ("deepseek-v3", "auto"),
+    pytest.param("llama", "auto"),
+    pytest.param("llama", "sdpa"),
+    pytest.param("qwen3-moe", "auto"),
+    pytest.param("gemma2", "auto"),
+    *(
+        pytest.param(name, attention, marks=pytest.mark.slow)
+        for name, attention in (
+            ("mistral", "auto"),
+            ("mistral", "sdpa"),
+            ("gemma3", "auto"),
+            ("gpt-oss", "auto"),
+            ("deepseek-v3", "auto"),
+        )
+    ),
 ]
 
 
@@ -59,6 +64,7 @@ def all_requests(name: str) -> list[GenerateRequest]:
     """Every kind of sampling and every adapter over prompts of many lengths, some of which share a prefix."""
     bounds: list[Adapter | None] = [None, *(adapter(name, kind) for kind in ADAPTERS.get(name, ()))]
     drawn = {"temperature": 0.9, "logprobs": 2, "max_tokens": 10}
+    growing = [{**drawn, "seed": seed, "max_tokens": 40} for seed in range(3)]
     kinds = [
         {"max_tokens": 10, "prompt_logprobs": 2},
         {"logprobs": 3, "max_tokens": 10},
@@ -67,7 +73,7 @@ def all_requests(name: str) -> list[GenerateRequest]:
         {**drawn, "seed": -7, "top_k": 12, "min_p": 0.02, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
     ]
     prompts = [*(prompt_of(length) for length in (15, 14, 13, 12, 64, 33, 1)), prompt_of(64)[:50]]
-    return [
+    return [request(prompt_of(13 + index), **kind) for index, kind in enumerate(growing)] + [
         request(prompts[(index + 3 * number) % len(prompts)], adapter=bound, **kind)
         for number, bound in enumerate(bounds)
         for index, kind in enumerate(kinds)
@@ -108,15 +114,13 @@ def assert_same(found: Result, expected: Result) -> None:
 def test_all_at_once_give_the_bits_of_each_alone(name: str, attention: str, engines: Engines) -> None:
     expected = alone(engines, name, attention)
     engine = hard(engines, name, attention)
-    base_first = engine.generate(*all_requests(name)[:5])
-    for found, wanted in zip(
-        [*base_first, *engine.generate(*all_requests(name))], [*expected[:5], *expected], strict=True
-    ):
+    for index, (_, found) in enumerate(engine.until_preempted(lambda: all_requests(name)[:3])):
+        assert_same(found, expected[index % 3])
+    for found, wanted in zip(engine.generate(*all_requests(name)), expected, strict=True):
         assert_same(found, wanted)
-    assert engine.stats().counters["preemptions"] > 0
     for _ in range(2):
-        again = engine.one(all_requests(name)[4])
-        assert_same(again, expected[4])
+        again = engine.one(all_requests(name)[7])
+        assert_same(again, expected[7])
     assert again.cached_tokens == 48
 
 
@@ -134,7 +138,7 @@ def test_any_company_leaves_the_bits_as_they_are(name: str, attention: str, engi
     expected = alone(engines, name, attention)
     engine = hard(engines, name, attention)
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(companies(len(expected)))
     def check(company: tuple[Sequence[int], Sequence[int], Mapping[int, int]]) -> None:
         chosen, arrivals, aborts = company
@@ -146,12 +150,13 @@ def test_any_company_leaves_the_bits_as_they_are(name: str, attention: str, engi
     check()
 
 
-@pytest.mark.parametrize("max_step_tokens", [1, 7, 40])
+@pytest.mark.parametrize("max_step_tokens", [1, 40])
 @pytest.mark.parametrize(("name", "attention"), [("llama", "auto"), ("llama", "sdpa"), ("gemma2", "auto")])
 def test_any_chunks_leave_the_bits_as_they_are(
     max_step_tokens: int, name: str, attention: str, engines: Engines
 ) -> None:
     budgets = {"max_step_tokens": max_step_tokens, "max_step_tokens_decoding": max_step_tokens}
     engine = engines(name, attention=attention, exact=True, **budgets)
-    for found, wanted in zip(engine.generate(*all_requests(name)), alone(engines, name, attention), strict=True):
+    requests = all_requests(name)[3:11]
+    for found, wanted in zip(engine.generate(*requests), alone(engines, name, attention)[3:11], strict=True):
         assert_same(found, wanted)

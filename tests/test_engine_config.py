@@ -1,0 +1,55 @@
+"""What an engine's configuration refuses."""
+
+from typing import Any
+
+import pytest
+
+from engines.config import EngineConfig
+
+BAD: dict[str, tuple[Any, str]] = {
+    **{
+        name: (0, f"{name} must be greater than 0, not 0.")
+        for name in (
+            "context_length",
+            "kv_cache_bytes",
+            "max_running",
+            "max_waiting",
+            "max_step_tokens",
+            "max_step_tokens_decoding",
+            "max_adapters",
+            "max_adapter_rank",
+            "adapter_bytes",
+            "max_adapter_file_bytes",
+            "adapter_loaders",
+            "adapter_load_timeout_s",
+            "threads",
+        )
+    },
+    "memory_fraction": (1.5, "memory_fraction must be in (0, 1], not 1.5."),
+    "block_size": (24, "block_size must be a multiple of 16, not 24."),
+    "source": ("", "source must name a folder, a hub id or a .gguf file, not ''."),
+}
+
+
+@pytest.mark.parametrize(("name", "bad"), BAD.items(), ids=BAD)
+def test_a_bad_value_is_refused_with_field_limit_and_value(name: str, bad: tuple[Any, str]) -> None:
+    value, message = bad
+    with pytest.raises(ValueError, match=r".") as refusal:
+        EngineConfig(**{"source": "somewhere", name: value})
+    assert str(refusal.value) == message
+
+
+def test_a_block_size_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_size must be"):
+        EngineConfig(source="somewhere", block_size=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_exact_needs_float32(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=f"exact needs dtype float32, not '{dtype}'"):
+        EngineConfig(source="somewhere", exact=True, dtype=dtype)
+
+
+def test_values_within_their_limits_are_taken_as_they_are() -> None:
+    config = EngineConfig(source="somewhere", exact=True, dtype="float32", memory_fraction=1.0, block_size=32)
+    assert (config.exact, config.block_size) == (True, 32)
