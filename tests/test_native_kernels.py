@@ -47,7 +47,7 @@ void probe_gemm(const void *w, const void *x, float *y, int n, int k, int m, int
     use_amx = amx && HAVE_AMX && amx_request();
     Packed packed;
     pack_new(&packed, n, k, is_bf16);
-    pack_rows(&packed, 0, n, w);
+    pack_rows(&packed, 0, 16, n, w);
     size_t rows = ROUND_UP(m, ROWS) + ROWS;
     char *input = big_alloc(rows * packed.k_pad * 4);
     float *output = big_alloc(rows * packed.n_pad * 4);

@@ -12,7 +12,8 @@
 #include "gemm.h"
 
 #define SUB 16
-#define QUERIES 8 /* heads x rows of a KV head that share each load of K and V */
+#define QUERIES 16 /* at most, that share each load of K and V: heads x rows of one KV head */
+#define VECTOR_QUERIES 8 /* the same without AMX: there are 32 registers */
 
 typedef struct {
     int heads, kv_heads, dim;
@@ -37,7 +38,7 @@ typedef struct {
     int rows_per_item;
     void *out;           /* X of the next Gemm, heads x dim wide */
     int out_pad;
-    void **scratch; /* per thread: scores [QUERIES][kv_len], weights as pairs, queries */
+    void **scratch; /* per thread, see Tile */
     int max_len;
 } Attend;
 
@@ -52,8 +53,8 @@ static inline size_t sub_at(const Attend *a, const Span *span, int sub, int kv_h
 }
 
 static size_t attend_scratch_bytes(int max_len, int dim) {
-    size_t padded = ROUND_UP(max_len, SUB);
-    return QUERIES * (padded * 4 * 2 + (size_t)dim * 4) + 256;
+    size_t padded = ROUND_UP(max_len, 2 * SUB);
+    return QUERIES * (padded * 4 + padded * 2 + (size_t)dim * 4) + 256;
 }
 
 /* scores[i][0 … end) of n queries; query i sees positions [from[i], to[i]) */
@@ -63,7 +64,7 @@ static inline __attribute__((always_inline)) void scores_of(const int n, const A
     const Shape *s = a->shape;
     const int dim = s->dim;
     for (int sub = first / SUB; sub * SUB < end; sub++) {
-        vf acc[QUERIES];
+        vf acc[VECTOR_QUERIES];
         for (int i = 0; i < n; i++) acc[i] = vf_set(0);
         if (s->is_bf16) {
             const bf16 *k = (const bf16 *)a->k + sub_at(a, span, sub, kv_head);
@@ -129,52 +130,126 @@ static inline __attribute__((always_inline)) void values_of(const int n, const A
     }
 }
 
-static void store_x(const Attend *a, int row, int column, vf v) {
-    if (a->shape->is_bf16)
-        vf_store_bf16((bf16 *)a->out + x_at(row, column, a->out_pad), v);
-    else
-        vf_store((float *)a->out + (size_t)row * a->out_pad + column, v);
+/* A tile of queries, ready to attend: query i is row rows[i], head heads[i], and sees positions [from[i], to[i]). */
+typedef struct {
+    int n, first, end, stride;
+    int rows[QUERIES], heads[QUERIES], from[QUERIES], to[QUERIES];
+    float *scores;    /* [QUERIES][stride] */
+    uint32_t *pairs;  /* the weights, [QUERIES][stride / 2] pairs */
+    void *queries;    /* [QUERIES][dim] in the cache's type */
+    float inverse[QUERIES];
+} Tile;
+
+/* Queries i = 0 … n-1 are row `row + (first_query + i) / group`, head (first_query + i) % group of the KV head. */
+static void tile_begin(Tile *t, const Attend *a, const Span *span, int kv_head, int first_query, int n, int row,
+                       void *scratch) {
+    const Shape *s = a->shape;
+    int group = s->heads / s->kv_heads, dim = s->dim;
+    t->n = n;
+    t->stride = ROUND_UP(a->max_len, 2 * SUB);
+    t->scores = scratch;
+    t->pairs = (uint32_t *)(t->scores + (size_t)QUERIES * t->stride);
+    t->queries = t->pairs + (size_t)QUERIES * t->stride / 2;
+    t->first = INT32_MAX;
+    t->end = 0;
+    for (int i = 0; i < n; i++) {
+        t->rows[i] = row + (first_query + i) / group;
+        t->heads[i] = kv_head * group + (first_query + i) % group;
+        t->to[i] = span->kv_len - span->length + (t->rows[i] - span->start) + 1;
+        t->from[i] = s->window && t->to[i] > s->window ? t->to[i] - s->window : 0;
+        t->first = MIN(t->first, t->from[i]);
+        t->end = t->to[i] > t->end ? t->to[i] : t->end;
+        const float *q = a->q + (size_t)t->rows[i] * a->q_stride + t->heads[i] * dim;
+        if (s->is_bf16)
+            for (int d = 0; d < dim; d += 16) vf_store_bf16((bf16 *)t->queries + i * dim + d, vf_load(q + d));
+        else
+            memcpy((float *)t->queries + i * dim, q, (size_t)dim * 4);
+    }
+    t->first = t->first / SUB * SUB;
 }
 
-/* Queries i = 0 … n-1 are row `row + i / group`, head i % group of the KV head. */
+static void tile_weights(Tile *t, const Shape *s) {
+    for (int i = 0; i < t->n; i++) {
+        float *own = t->scores + (size_t)i * t->stride;
+        t->inverse[i] = 1.0f / weights_of(own, t->first, t->end, t->from[i], t->to[i], s->scale);
+        if (s->is_bf16)
+            for (int at = t->first; at < t->end; at += SUB)
+                vf_store_bf16((bf16 *)(t->pairs + (size_t)i * t->stride / 2) + at, vf_load(own + at));
+    }
+}
+
 static inline __attribute__((always_inline)) void attend_n(const int n, const Attend *a, const Span *span, int kv_head,
                                                            int first_query, int row, void *scratch) {
     const Shape *s = a->shape;
-    const int dim = s->dim, group = s->heads / s->kv_heads;
-    int stride = ROUND_UP(a->max_len, SUB);
-    float *scores = scratch;
-    uint32_t *pairs = (uint32_t *)(scores + (size_t)QUERIES * stride);
-    void *queries = pairs + (size_t)QUERIES * stride;
-    int rows[QUERIES], heads[QUERIES], to[QUERIES], from[QUERIES], first = INT32_MAX, end = 0;
-    for (int i = 0; i < n; i++) {
-        rows[i] = row + (first_query + i) / group;
-        heads[i] = kv_head * group + (first_query + i) % group;
-        to[i] = span->kv_len - span->length + (rows[i] - span->start) + 1;
-        from[i] = s->window && to[i] > s->window ? to[i] - s->window : 0;
-        first = MIN(first, from[i]);
-        end = to[i] > end ? to[i] : end;
-        const float *q = a->q + (size_t)rows[i] * a->q_stride + heads[i] * dim;
-        if (s->is_bf16)
-            for (int d = 0; d < dim; d += 16) vf_store_bf16((bf16 *)queries + i * dim + d, vf_load(q + d));
-        else
-            memcpy((float *)queries + i * dim, q, (size_t)dim * 4);
-    }
-    scores_of(n, a, span, kv_head, queries, scores, stride, first, end);
-    float inverse[QUERIES];
-    for (int i = 0; i < n; i++) {
-        float *own = scores + (size_t)i * stride;
-        inverse[i] = 1.0f / weights_of(own, first, end, from[i], to[i], s->scale);
-        if (s->is_bf16)
-            for (int at = first / SUB * SUB; at < end; at += SUB)
-                vf_store_bf16((bf16 *)(pairs + (size_t)i * stride / 2) + at, vf_load(own + at));
-    }
-    for (int c = 0; c < dim / 16; c++) {
-        vf acc[QUERIES];
-        const void *weights = s->is_bf16 ? (const void *)pairs : (const void *)scores;
-        values_of(n, a, span, kv_head, weights, stride, first, end, c, acc);
-        for (int i = 0; i < n; i++) store_x(a, rows[i], heads[i] * dim + c * 16, acc[i] * inverse[i]);
+    Tile t;
+    tile_begin(&t, a, span, kv_head, first_query, n, row, scratch);
+    scores_of(n, a, span, kv_head, t.queries, t.scores, t.stride, t.first, t.end);
+    tile_weights(&t, s);
+    for (int c = 0; c < s->dim / 16; c++) {
+        vf acc[VECTOR_QUERIES];
+        const void *weights = s->is_bf16 ? (const void *)t.pairs : (const void *)t.scores;
+        values_of(n, a, span, kv_head, weights, t.stride, t.first, t.end, c, acc);
+        for (int i = 0; i < n; i++)
+            store_x(a->out, s->is_bf16, t.rows[i], t.heads[i] * s->dim + c * 16, a->out_pad, acc[i] * t.inverse[i]);
     }
 }
+
+#if HAVE_AMX
+/* A sub-block of K is a tile for each 32 dimensions, one of V a half tile for each 16. */
+static void attend_amx(const Attend *a, const Span *span, int kv_head, int first_query, int n, int row, void *scratch) {
+    const Shape *s = a->shape;
+    const int dim = s->dim;
+    Tile t;
+    tile_begin(&t, a, span, kv_head, first_query, n, row, scratch);
+    const bf16 *queries = t.queries;
+    size_t stride = (size_t)t.stride;
+    for (int at = t.first; at < t.end; at += SUB) {
+        const bf16 *k = (const bf16 *)a->k + sub_at(a, span, at / SUB, kv_head);
+        _tile_zero(0);
+        for (int d = 0; d < dim; d += 32) {
+            _tile_loadd(4, queries + d, (size_t)dim * 2);
+            _tile_loadd(2, k + (size_t)d * SUB, 64);
+            _tile_dpbf16ps(0, 4, 2);
+        }
+        _tile_stored(0, t.scores + at, stride * 4);
+    }
+    tile_weights(&t, s);
+    float out[QUERIES * 64] __attribute__((aligned(64)));
+    for (int c = 0; c < dim; c += 64) {
+        int width = MIN(64, dim - c);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int at = t.first; at < t.end; at += SUB) {
+            const bf16 *v = (const bf16 *)a->v + sub_at(a, span, at / SUB, kv_head) + c * 2;
+            _tile_loadd(6, (const bf16 *)t.pairs + at, stride * 2);
+            _tile_loadd(7, v, (size_t)dim * 4);
+            _tile_dpbf16ps(0, 6, 7);
+            if (width > 16) {
+                _tile_loadd(7, v + 32, (size_t)dim * 4);
+                _tile_dpbf16ps(1, 6, 7);
+            }
+            if (width > 32) {
+                _tile_loadd(7, v + 64, (size_t)dim * 4);
+                _tile_dpbf16ps(2, 6, 7);
+            }
+            if (width > 48) {
+                _tile_loadd(7, v + 96, (size_t)dim * 4);
+                _tile_dpbf16ps(3, 6, 7);
+            }
+        }
+        _tile_stored(0, out, 256);
+        _tile_stored(1, out + 16, 256);
+        _tile_stored(2, out + 32, 256);
+        _tile_stored(3, out + 48, 256);
+        for (int i = 0; i < n; i++)
+            for (int j = 0; j < width; j += 16)
+                store_x(a->out, 1, t.rows[i], t.heads[i] * dim + c + j, a->out_pad,
+                        vf_load(out + i * 64 + j) * t.inverse[i]);
+    }
+}
+#endif
 
 static void attend_item(void *argument, int index, int thread) {
     const Attend *a = argument;
@@ -183,10 +258,17 @@ static void attend_item(void *argument, int index, int thread) {
     int group = a->shape->heads / a->shape->kv_heads;
     int rows = MIN(a->rows_per_item, span->length - item[2]);
     int row = span->start + item[2], total = rows * group;
-    for (int at = 0; at < total; at += QUERIES) {
-        int n = MIN(QUERIES, total - at);
-        void *scratch = a->scratch[thread];
-        switch (n) {
+    void *scratch = a->scratch[thread];
+#if HAVE_AMX
+    if (use_amx && a->shape->is_bf16 && a->shape->dim % 32 == 0) {
+        amx_configure(TILES_ATTENTION);
+        for (int at = 0; at < total; at += QUERIES)
+            attend_amx(a, span, item[1], at, MIN(QUERIES, total - at), row, scratch);
+        return;
+    }
+#endif
+    for (int at = 0; at < total; at += VECTOR_QUERIES) {
+        switch (MIN(VECTOR_QUERIES, total - at)) {
         case 1: attend_n(1, a, span, item[1], at, row, scratch); break;
         case 2: attend_n(2, a, span, item[1], at, row, scratch); break;
         case 3: attend_n(3, a, span, item[1], at, row, scratch); break;

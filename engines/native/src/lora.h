@@ -14,10 +14,12 @@ typedef struct {
     int32_t rank; /* even for bfloat16 */
 } Pair;
 
-/* One adapted matrix: `pairs` by slot (a == NULL: this adapter leaves it alone); its columns within Y begin at `at`. */
+/* One adapted matrix: `pairs` by slot (a == NULL: this adapter leaves it alone). Its first 16 columns are at `at` in Y,
+ * the next ones `step` further on.
+ */
 typedef struct {
     Pair *pairs;
-    int in, out, at;
+    int in, out, at, step;
 } Adapted;
 
 static float dot_bf16(const bf16 *a, const bf16 *x, int r, int in, int k_pad) {
@@ -58,25 +60,27 @@ static void adapt_row(const Adapted *m, int slot, int is_bf16, const void *x, in
         for (int r = 0; r < pair->rank; r++)
             h[r] = pair->scale * dot_bf16((const bf16 *)pair->a + (size_t)r * m->in, x, row, m->in, k_pad);
         const bf16 *b = pair->b;
-        for (; n + 16 <= m->out; n += 16) {
-            vf acc = vf_load(y + n);
-            for (int r = 0; r < pair->rank; r += 2)
-                acc = vf_dot_pair(acc, vu_load(b + ((size_t)r / 2 * m->out + n) * 2), bf16_pair(h[r], h[r + 1]));
-            vf_store(y + n, acc);
+        uint32_t pairs[MAX_RANK / 2];
+        for (int r = 0; r < pair->rank; r += 2) pairs[r / 2] = bf16_pair(h[r], h[r + 1]);
+        for (; n + 16 <= m->out; n += 16, y += m->step) {
+            vf acc = vf_load(y);
+            for (int r = 0; r < pair->rank / 2; r++)
+                acc = vf_dot_pair(acc, vu_load(b + ((size_t)r * m->out + n) * 2), pairs[r]);
+            vf_store(y, acc);
         }
-        for (; n < m->out; n++)
+        for (int i = 0; n < m->out; n++, i++)
             for (int r = 0; r < pair->rank; r++)
-                y[n] += from_bf16(to_bf16(h[r])) * from_bf16(b[((size_t)r / 2 * m->out + n) * 2 + r % 2]);
+                y[i] += from_bf16(to_bf16(h[r])) * from_bf16(b[((size_t)r / 2 * m->out + n) * 2 + r % 2]);
         return;
     }
     const float *own = (const float *)x + (size_t)row * k_pad, *b = pair->b;
     for (int r = 0; r < pair->rank; r++)
         h[r] = pair->scale * dot_float((const float *)pair->a + (size_t)r * m->in, own, m->in);
-    for (; n + 16 <= m->out; n += 16) {
-        vf acc = vf_load(y + n);
+    for (; n + 16 <= m->out; n += 16, y += m->step) {
+        vf acc = vf_load(y);
         for (int r = 0; r < pair->rank; r++) acc = vf_fma(vf_set(h[r]), vf_load(b + (size_t)r * m->out + n), acc);
-        vf_store(y + n, acc);
+        vf_store(y, acc);
     }
-    for (; n < m->out; n++)
-        for (int r = 0; r < pair->rank; r++) y[n] += h[r] * b[(size_t)r * m->out + n];
+    for (int i = 0; n < m->out; n++, i++)
+        for (int r = 0; r < pair->rank; r++) y[i] += h[r] * b[(size_t)r * m->out + n];
 }

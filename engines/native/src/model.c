@@ -90,8 +90,8 @@ Model *rh_new(const Settings *settings) {
 
 int rh_uses_amx(void) { return use_amx; }
 
-static void adapted_new(Adapted *a, int slots, int in, int out, int at) {
-    *a = (Adapted){calloc((size_t)slots, sizeof(Pair)), in, out, at};
+static void adapted_new(Adapted *a, int slots, int in, int out, int at, int step) {
+    *a = (Adapted){calloc((size_t)slots, sizeof(Pair)), in, out, at, step};
 }
 
 /* Weights row-major as in the checkpoint; norms and biases as floats. `qkv_bias` [heads x dim + 2 kv_heads x dim]. */
@@ -102,23 +102,23 @@ void rh_set_layer(Model *m, int index, const void *q, const void *k, const void 
     Layer *l = &m->layers[index];
     int q_out = s->heads * s->dim, kv_out = s->kv_heads * s->dim, slots = s->max_slots;
     pack_new(&l->gemm[QKV], q_out + 2 * kv_out, s->hidden, s->is_bf16);
-    pack_rows(&l->gemm[QKV], 0, q_out, q);
-    pack_rows(&l->gemm[QKV], q_out, kv_out, k);
-    pack_rows(&l->gemm[QKV], q_out + kv_out, kv_out, v);
+    pack_rows(&l->gemm[QKV], 0, 16, q_out, q);
+    pack_rows(&l->gemm[QKV], q_out, 16, kv_out, k);
+    pack_rows(&l->gemm[QKV], q_out + kv_out, 16, kv_out, v);
     pack_new(&l->gemm[O], s->hidden, q_out, s->is_bf16);
-    pack_rows(&l->gemm[O], 0, s->hidden, o);
+    pack_rows(&l->gemm[O], 0, 16, s->hidden, o);
     pack_new(&l->gemm[GATE_UP], 2 * s->inner, s->hidden, s->is_bf16);
-    pack_rows(&l->gemm[GATE_UP], 0, s->inner, gate);
-    pack_rows(&l->gemm[GATE_UP], s->inner, s->inner, up);
+    pack_rows(&l->gemm[GATE_UP], 0, 32, s->inner, gate);
+    pack_rows(&l->gemm[GATE_UP], 16, 32, s->inner, up);
     pack_new(&l->gemm[DOWN], s->hidden, s->inner, s->is_bf16);
-    pack_rows(&l->gemm[DOWN], 0, s->hidden, down);
-    adapted_new(&l->adapted[Q_PROJ], slots, s->hidden, q_out, 0);
-    adapted_new(&l->adapted[K_PROJ], slots, s->hidden, kv_out, q_out);
-    adapted_new(&l->adapted[V_PROJ], slots, s->hidden, kv_out, q_out + kv_out);
-    adapted_new(&l->adapted[O_PROJ], slots, q_out, s->hidden, 0);
-    adapted_new(&l->adapted[GATE_PROJ], slots, s->hidden, s->inner, 0);
-    adapted_new(&l->adapted[UP_PROJ], slots, s->hidden, s->inner, s->inner);
-    adapted_new(&l->adapted[DOWN_PROJ], slots, s->inner, s->hidden, 0);
+    pack_rows(&l->gemm[DOWN], 0, 16, s->hidden, down);
+    adapted_new(&l->adapted[Q_PROJ], slots, s->hidden, q_out, 0, 16);
+    adapted_new(&l->adapted[K_PROJ], slots, s->hidden, kv_out, q_out, 16);
+    adapted_new(&l->adapted[V_PROJ], slots, s->hidden, kv_out, q_out + kv_out, 16);
+    adapted_new(&l->adapted[O_PROJ], slots, q_out, s->hidden, 0, 16);
+    adapted_new(&l->adapted[GATE_PROJ], slots, s->hidden, s->inner, 0, 32);
+    adapted_new(&l->adapted[UP_PROJ], slots, s->hidden, s->inner, 16, 32);
+    adapted_new(&l->adapted[DOWN_PROJ], slots, s->inner, s->hidden, 0, 16);
     l->norm1 = copy_floats(norm1, s->hidden);
     l->norm2 = copy_floats(norm2, s->hidden);
     l->q_norm = copy_floats(q_norm, s->dim);
@@ -129,8 +129,8 @@ void rh_set_layer(Model *m, int index, const void *q, const void *k, const void 
 
 void rh_set_head(Model *m, int rows, const void *weight) {
     pack_new(&m->head_weight, rows, m->s.hidden, m->s.is_bf16);
-    pack_rows(&m->head_weight, 0, rows, weight);
-    adapted_new(&m->head, m->s.max_slots, m->s.hidden, rows, 0);
+    pack_rows(&m->head_weight, 0, 16, rows, weight);
+    adapted_new(&m->head, m->s.max_slots, m->s.hidden, rows, 0, 16);
 }
 
 /* Make the cache of `blocks` blocks, or make it anew. Zero, and not in memory before it is written. 0: no memory. */
@@ -194,13 +194,6 @@ typedef struct {
     Attend attend;
 } Run;
 
-static void store_row(const Model *m, void *x, int row, int column, int k_pad, vf v) {
-    if (m->s.is_bf16)
-        vf_store_bf16((bf16 *)x + x_at(row, column, k_pad), v);
-    else
-        vf_store((float *)x + (size_t)row * k_pad + column, v);
-}
-
 /* x[row] = norm(hidden[row]) * weight. hidden and dim are multiples of 16. */
 static void norm_row(const Model *m, const float *hidden, const float *weight, int row) {
     int n = m->s.hidden, k_pad = ROUND_UP(n, 32);
@@ -211,7 +204,7 @@ static void norm_row(const Model *m, const float *hidden, const float *weight, i
     }
     float factor = 1.0f / sqrtf(vf_sum(squares) / (float)n + m->s.eps);
     for (int i = 0; i < n; i += 16)
-        store_row(m, m->x, row, i, k_pad, vf_load(hidden + i) * factor * vf_load(weight + i));
+        store_x(m->x, m->s.is_bf16, row, i, k_pad, vf_load(hidden + i) * factor * vf_load(weight + i));
 }
 
 static void norm_head(float *head, const float *weight, int dim, float eps) {
@@ -296,10 +289,7 @@ static void gate_item(void *argument, int row, int thread) {
     float *y = m->y + (size_t)row * w->n_pad;
     for (int j = GATE_PROJ; j <= UP_PROJ; j++)
         adapt_row(&l->adapted[j], slot_of(run->step, row), m->s.is_bf16, m->x, row, w->k_pad, y);
-    for (int i = 0; i < inner; i += 16) {
-        vf gate = vf_load(y + i), up = vf_load(y + inner + i);
-        store_row(m, m->x2, row, i, k_pad, gate / (1.0f + vf_exp(-gate)) * up);
-    }
+    for (int i = 0; i < inner; i += 16) store_x(m->x2, m->s.is_bf16, row, i, k_pad, silu_mul(y + i * 2));
 }
 
 static void down_item(void *argument, int row, int thread) {
@@ -346,8 +336,12 @@ int rh_forward(Model *m, const Step *step) {
         pool_run(m->pool, step->items, attend_item, &run.attend);
         gemm(m->pool, &l->gemm[O], m->attended, m->y, rows);
         pool_run(m->pool, rows, o_item, &run);
-        gemm(m->pool, &l->gemm[GATE_UP], m->x, m->y, rows);
-        pool_run(m->pool, rows, gate_item, &run);
+        if (step->slots) {
+            gemm(m->pool, &l->gemm[GATE_UP], m->x, m->y, rows);
+            pool_run(m->pool, rows, gate_item, &run);
+        } else {
+            gemm_gated(m->pool, &l->gemm[GATE_UP], m->x, m->x2, l->gemm[DOWN].k_pad, rows);
+        }
         gemm(m->pool, &l->gemm[DOWN], m->x2, m->y, rows);
         pool_run(m->pool, rows, down_item, &run);
     }
@@ -367,7 +361,7 @@ static void head_input_item(void *argument, int row, int thread) {
     Head *head = argument;
     Model *m = head->m;
     for (int i = 0; i < m->s.hidden; i += 16)
-        store_row(m, m->x, row, i, m->head_weight.k_pad, vf_load(head->hidden + (size_t)row * m->s.hidden + i));
+        store_x(m->x, m->s.is_bf16, row, i, m->head_weight.k_pad, vf_load(head->hidden + (size_t)row * m->s.hidden + i));
 }
 
 static void head_adapt_item(void *argument, int row, int thread) {

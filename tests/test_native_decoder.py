@@ -1,0 +1,102 @@
+"""The C kernels under the engine: the plain model's tokens, and bits that do not depend on the company, in float32 and
+in bfloat16, on the instructions of this machine and on those that every machine has.
+"""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_harness import (
+    DrivenEngine,
+    Result,
+    adapter,
+    clear_prompt,
+    engine_config,
+    prompt_of,
+    reference_greedy,
+    request,
+)
+
+from engines import self_test
+from engines.errors import ModelRefused
+from engines.model_loader import load_model
+from engines.model_runner import ModelRunner
+from engines.native.build import library_path
+
+SOURCES = Path(__file__).parent.parent / "engines" / "native" / "src"
+MODELS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")
+KINDS = (None, "q-v", "all", "head", "embedding", "wide")
+BUILDS = {"native": None, "no-amx": ("-march=native", "-mno-amx-bf16"), "baseline": ()}
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A cache folder whose library was built for fewer instructions than the machine has."""
+    folder = tmp_path_factory.mktemp(f"kernels-{request.param}")
+    path = library_path(folder)
+    flags = BUILDS[request.param]
+    if flags is not None:
+        own = path.with_suffix(".own")
+        command = ["cc", "-O3", *flags, "-shared", "-fPIC", "-pthread", "-o", own, SOURCES / "model.c", "-lm"]
+        subprocess.run(command, check=True, capture_output=True)
+        own.replace(path)
+    return str(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_logits_are_the_plain_models(kernels: str, name: str, dtype: str) -> None:
+    config = engine_config(name, attention="native", kernel_cache=kernels, dtype=dtype, threads=2)
+    loaded = load_model(config)
+    test = self_test.prepare(loaded)
+    difference = self_test.check(test, ModelRunner(loaded, config, threads=2), loaded, config)
+    assert difference < (5e-6 if dtype == "float32" else 0.05)
+
+
+@pytest.fixture(scope="module")
+def engine(kernels: str) -> Iterator[DrivenEngine]:
+    with DrivenEngine(engine_config("qwen3", attention="native", kernel_cache=kernels, threads=2)) as engine:
+        yield engine
+
+
+def test_adapters_of_all_kinds_in_one_batch_give_pefts_tokens(engine: DrivenEngine) -> None:
+    bounds = [adapter("qwen3", kind) if kind else None for kind in KINDS]
+    prompts = [clear_prompt("qwen3", 20 + 9 * i, 6, bounds=(bound,)) for i, bound in enumerate(bounds)]
+    asked = [request(p, adapter=bound, max_tokens=6) for p, bound in zip(prompts, bounds, strict=True)]
+    found = [tuple(result.token_ids) for result in engine.generate(*asked)]
+    assert found == [reference_greedy("qwen3", bound, p, 6)[0] for p, bound in zip(prompts, bounds, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_bits_do_not_depend_on_company_or_chunking(kernels: str, name: str, dtype: str) -> None:
+    settings = {"attention": "native", "kernel_cache": kernels, "dtype": dtype, "prefix_cache": False}
+    asked = [(prompt_of(7 + 23 * i), adapter(name, kind) if kind else None) for i, kind in enumerate(KINDS)]
+    with DrivenEngine(engine_config(name, **settings, threads=1)) as whole:
+        alone = [seen(whole.one(request(p, adapter=bound, logprobs=3))) for p, bound in asked]
+    with DrivenEngine(engine_config(name, **settings, threads=3, max_step_tokens=19)) as chunked:
+        together = chunked.generate(*[request(p, adapter=bound, logprobs=3) for p, bound in asked])
+    assert [seen(result) for result in together] == alone
+
+
+def seen(result: Result) -> object:
+    return result.token_ids, result.logprobs, result.error
+
+
+def test_kernels_that_were_demanded_and_cannot_be_had_are_an_error(tmp_path: Path) -> None:
+    config = engine_config("gemma2", attention="native", kernel_cache=str(tmp_path))
+    with pytest.raises(ModelRefused, match="attention = 'native' is not possible here: soft caps or attention sinks"):
+        DrivenEngine(config)
+
+
+def test_a_cache_folder_that_cannot_be_used_leaves_torch(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    prompt = clear_prompt("llama", 12, 4)
+    with DrivenEngine(engine_config("llama", kernel_cache=str(blocked / "below"))) as engine:
+        assert (
+            tuple(engine.one(request(prompt, max_tokens=4)).token_ids) == reference_greedy("llama", None, prompt, 4)[0]
+        )
