@@ -87,25 +87,6 @@ static inline __attribute__((always_inline)) void scores_of(const int n, const A
 
 static const vi LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* Scores to weights in place (not divided by their sum, which is returned); zero outside [from, to). */
-static float weights_of(float *scores, int first, int end, int from, int to, float scale) {
-    vf top = vf_set(-INFINITY);
-    for (int at = first / SUB * SUB; at < end; at += SUB) {
-        vi position = LANES + at;
-        vf v = vf_select((position >= from) & (position < to), vf_load(scores + at) * scale, vf_set(-INFINITY));
-        vf_store(scores + at, v);
-        top = vf_maximum(v, top);
-    }
-    float highest = vf_max(top);
-    vf sum = vf_set(0);
-    for (int at = first / SUB * SUB; at < end; at += SUB) {
-        vf w = vf_exp(vf_load(scores + at) - highest);
-        vf_store(scores + at, w);
-        sum += w;
-    }
-    return vf_sum(sum);
-}
-
 static inline __attribute__((always_inline)) void values_of(const int n, const Attend *a, const Span *span, int kv_head,
                                                             const void *weights, int stride, int first, int end,
                                                             int c, vf *acc) {
@@ -168,14 +149,43 @@ static void tile_begin(Tile *t, const Attend *a, const Span *span, int kv_head, 
     t->first = t->first / SUB * SUB;
 }
 
-static void tile_weights(Tile *t, const Shape *s) {
-    for (int i = 0; i < t->n; i++) {
-        float *own = t->scores + (size_t)i * t->stride;
-        t->inverse[i] = 1.0f / weights_of(own, t->first, t->end, t->from[i], t->to[i], s->scale);
-        if (s->is_bf16)
-            for (int at = t->first; at < t->end; at += SUB)
-                vf_store_bf16((bf16 *)(t->pairs + (size_t)i * t->stride / 2) + at, vf_load(own + at));
+/* Scores of query i to weights, not yet divided by their sum, which is returned; zero where it does not look. */
+static float tile_row_weights(Tile *t, const Shape *s, int i) {
+    float *own = t->scores + (size_t)i * t->stride;
+    bf16 *pairs = (bf16 *)(t->pairs + (size_t)i * t->stride / 2);
+    int from = t->from[i], to = t->to[i];
+    int begin = from / SUB * SUB, end = ROUND_UP(to, SUB);
+    vf top = vf_set(-INFINITY);
+    for (int at = begin; at < end; at += SUB) {
+        vf v = vf_load(own + at);
+        if (at < from || at + SUB > to) {
+            vi position = LANES + at;
+            v = vf_select((position >= from) & (position < to), v, vf_set(-INFINITY));
+        }
+        top = vf_maximum(v, top);
     }
+    float shift = vf_max(top) * s->scale;
+    vf sum = vf_set(0);
+    for (int at = t->first; at < t->end; at += SUB) {
+        vf w = vf_set(0);
+        if (at >= begin && at < end) {
+            w = vf_exp(vf_fma(vf_load(own + at), vf_set(s->scale), vf_set(-shift)));
+            if (at < from || at + SUB > to) {
+                vi position = LANES + at;
+                w = vf_select((position >= from) & (position < to), w, vf_set(0));
+            }
+            sum += w;
+        }
+        if (s->is_bf16)
+            vf_store_bf16(pairs + at, w);
+        else
+            vf_store(own + at, w);
+    }
+    return vf_sum(sum);
+}
+
+static void tile_weights(Tile *t, const Shape *s) {
+    for (int i = 0; i < t->n; i++) t->inverse[i] = 1.0f / tile_row_weights(t, s, i);
 }
 
 static inline __attribute__((always_inline)) void attend_n(const int n, const Attend *a, const Span *span, int kv_head,
@@ -289,10 +299,12 @@ static void cache_row(const Shape *s, void *k_pool, void *v_pool, int64_t slot, 
         const float *from_k = k + h * dim, *from_v = v + h * dim;
         if (s->is_bf16) {
             bf16 *to_k = (bf16 *)k_pool + at, *to_v = (bf16 *)v_pool + at;
-            for (int d = 0; d < dim; d++) {
-                to_k[d / 2 * 32 + token * 2 + d % 2] = to_bf16(from_k[d]);
-                to_v[(size_t)(token / 2) * dim * 2 + d * 2 + token % 2] = to_bf16(from_v[d]);
+            /* Not wider: the other token of a pair may be written by another thread at this moment. */
+            for (int d = 0; d < dim; d += 2) {
+                uint32_t pair = bf16_pair(from_k[d], from_k[d + 1]);
+                memcpy(to_k + d * 16 + token * 2, &pair, 4);
             }
+            for (int d = 0; d < dim; d++) to_v[(size_t)(token / 2) * dim * 2 + d * 2 + token % 2] = to_bf16(from_v[d]);
         } else {
             float *to_k = (float *)k_pool + at, *to_v = (float *)v_pool + at;
             for (int d = 0; d < dim; d++) to_k[d * 16 + token] = from_k[d];

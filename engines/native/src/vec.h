@@ -105,21 +105,32 @@ static inline vf vf_load_bf16(const bf16 *p) {
     return v;
 }
 
-/* exp, relative error below 2e-7 (Cephes' expf polynomial); arguments below -87 give 0, as does -inf; NaN stays NaN */
-static inline vf vf_exp(vf x) {
-    vi tiny = x < -87.0f;
-    vf clipped = vf_select(x > 88.0f, vf_set(88.0f), vf_select(tiny, vf_set(-87.0f), x));
-    vf n = (clipped * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-    vf f = vf_fma(n, vf_set(-0.693359375f), clipped);
-    f = vf_fma(n, vf_set(2.12194440e-4f), f);
+static inline vf exp_polynomial(vf f) {
     vf p = vf_set(1.9875691500e-4f);
     p = vf_fma(p, f, vf_set(1.3981999507e-3f));
     p = vf_fma(p, f, vf_set(8.3334519073e-3f));
     p = vf_fma(p, f, vf_set(4.1665795894e-2f));
     p = vf_fma(p, f, vf_set(1.6666665459e-1f));
     p = vf_fma(p, f, vf_set(5.0000001201e-1f));
-    p = vf_fma(p, f * f, f + 1.0f);
+    return vf_fma(p, f * f, f + 1.0f);
+}
+
+/* exp, relative error below 2e-7 (Cephes' expf polynomial). What would be less than 2^-126 may be 0; NaN stays NaN. */
+static inline vf vf_exp(vf x) {
+#if defined(__AVX512F__)
+    /* Of two operands one of which is NaN, these give the second. */
+    __m512 clipped = _mm512_min_ps(_mm512_set1_ps(88.72f), _mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clipped, _mm512_set1_ps(1.44269504088896341f)), 8);
+    vf f = vf_fma((vf)n, vf_set(-0.693359375f), (vf)clipped);
+    f = vf_fma((vf)n, vf_set(2.12194440e-4f), f);
+    return (vf)_mm512_scalef_ps((__m512)exp_polynomial(f), n);
+#else
+    vi tiny = x < -87.0f;
+    vf clipped = vf_select(x > 88.0f, vf_set(88.0f), vf_select(tiny, vf_set(-87.0f), x));
+    vf n = (clipped * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+    vf f = vf_fma(n, vf_set(-0.693359375f), clipped);
+    f = vf_fma(n, vf_set(2.12194440e-4f), f);
     vf scale = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
-    vf result = p * scale;
-    return vf_select(x == x, vf_select(tiny, vf_set(0.0f), result), x);
+    return vf_select(x == x, vf_select(tiny, vf_set(0.0f), exp_polynomial(f) * scale), x);
+#endif
 }
