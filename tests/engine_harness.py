@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self, TypeVar
 
+import pytest
 import tiny_models
 import torch
 from lora_files import adapter_at, random_model, save_with_peft
@@ -138,6 +139,12 @@ def clear_prompt(
         except NearTie:
             continue
     raise AssertionError
+
+
+@cache
+def reference_logprobs(name: str, adapter: Adapter | None, text: tuple[int, ...]) -> torch.Tensor:
+    """Log-probabilities [tokens, vocab] after each token of a text."""
+    return torch.log_softmax(reference_logits(reference_model(name, adapter), text), dim=-1)
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -300,6 +307,19 @@ class DrivenEngine:
         probe.expect(last.request_id)
         self.engine.submit(last, probe)
         await probe.until(lambda: _all_ended(probe.results.values()))
+
+
+def assert_greedy(name: str, made: GenerateRequest, result: Result) -> None:
+    """Each token is the one that the plain forward finds likeliest after those before it (or as likely, but for
+    rounding), and its log-probability is the plain forward's.
+    """
+    assert result.error is None
+    prompt = made.prompt_token_ids
+    rows = reference_logprobs(name, made.adapter, (*prompt, *result.token_ids))[len(prompt) - 1 : -1]
+    own = rows[torch.arange(len(result.token_ids)), result.token_ids]
+    assert len(result.token_ids) == made.sampling.max_tokens
+    assert (rows.amax(dim=-1) - own).max() < 1e-4
+    assert [score.logprob for score in result.logprobs] == pytest.approx(own.tolist(), abs=3e-4)
 
 
 def _all_ended(results: Iterable[Result]) -> bool:
