@@ -60,7 +60,8 @@ def test_a_product_by_tiles_keeps_the_bits_of_each_row(inputs: int, outputs: int
     for product in products:
         with RowTiles():
             assert_rows_keep_their_bits(x, product)
-            torch.testing.assert_close(product(x), F.linear(x.double(), weight.double(), bias.double()).float())
+            expected = F.linear(x.double(), weight.double(), bias.double()).float()
+            torch.testing.assert_close(product(x), expected, rtol=1e-4, atol=1e-3)
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor) -> torch.nn.Linear:
@@ -87,9 +88,7 @@ def test_every_product_has_the_same_number_of_rows() -> None:
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
 def test_experts_keep_the_bits_of_each_row(name: str) -> None:
     model = random_model(name)
-    path = next(
-        path for path, module in model.named_modules() if path.endswith("experts") and hasattr(module, "has_gate")
-    )
+    path = next(path for path, module in model.named_modules() if hasattr(module, "has_gate"))
     base = model.get_submodule(path)
     experts = Experts.around(model, path, AdapterContext(), row_multiple=TILE_ROWS)
     torch.manual_seed(1)
