@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_files import random_model
 from test_attention import BLOCK, CPU, NUM_BLOCKS, Layer, text
+from torch import nn
 
 from engines.attention.exact import ExactBackend
 from engines.batch import build_batch
@@ -64,8 +65,8 @@ def test_a_product_by_tiles_keeps_the_bits_of_each_row(inputs: int, outputs: int
             torch.testing.assert_close(product(x), expected, rtol=1e-4, atol=1e-3)
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor) -> torch.nn.Linear:
-    linear = torch.nn.Linear(weight.shape[1], weight.shape[0])
+def _linear(weight: torch.Tensor, bias: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0])
     linear.weight.copy_(weight)
     linear.bias.copy_(bias)
     return linear
@@ -85,24 +86,53 @@ def test_every_product_has_the_same_number_of_rows() -> None:
     assert set(seen) == {TILE_ROWS}
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
-def test_experts_keep_the_bits_of_each_row(name: str) -> None:
-    model = random_model(name)
-    path = next(path for path, module in model.named_modules() if hasattr(module, "has_gate"))
-    base = model.get_submodule(path)
-    experts = Experts.around(model, path, AdapterContext(), row_multiple=TILE_ROWS)
+class UngatedExperts(nn.Module):
+    """As transformers' `use_experts_implementation` has them, computed expert by expert."""
+
+    has_gate = is_transposed = has_bias = has_post_expert_norm = False
+    num_experts = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(4, 47, 64) * 0.3)
+        self.down_proj = nn.Parameter(torch.randn(4, 64, 47) * 0.3)
+        self.act_fn = nn.GELU(approximate="tanh")
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        every = torch.stack(
+            [self.act_fn(x @ up.T) @ down.T for up, down in zip(self.up_proj, self.down_proj, strict=True)]
+        )
+        weights = torch.zeros(x.shape[0], 4).scatter_add(1, chosen, shares)
+        return torch.einsum("te,eth->th", weights, every)
+
+
+EXPERTS: dict[str, Callable[[], nn.Module]] = {
+    "ungated": UngatedExperts,
+    **{name: lambda name=name: _experts_of(name) for name in ("qwen3-moe", "gpt-oss", "deepseek-v3")},
+}
+
+
+def _experts_of(name: str) -> nn.Module:
+    return next(module for module in random_model(name).modules() if hasattr(module, "has_gate"))
+
+
+@pytest.mark.parametrize("make", EXPERTS.values(), ids=EXPERTS)
+def test_experts_keep_the_bits_of_each_row(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(1)
+    model = nn.ModuleDict({"experts": make()})
+    base = model["experts"]
+    experts = Experts.around(model, "experts", AdapterContext(), row_multiple=TILE_ROWS)
     x = torch.randn(ROWS, 64)
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(ROWS)])
     shares = torch.rand(ROWS, 2)
-    order = torch.arange(ROWS, dtype=torch.float32)[:, None]
+    numbers = torch.arange(ROWS, dtype=torch.float32)[:, None]
 
-    def compute(x_and_row: torch.Tensor) -> torch.Tensor:
-        rows = x_and_row[:, -1].long()
-        return experts(x_and_row[:, :-1].contiguous(), chosen[rows], shares[rows])
+    def compute(x_and_number: torch.Tensor) -> torch.Tensor:
+        rows = x_and_number[:, -1].long()
+        return experts(x_and_number[:, :-1].contiguous(), chosen[rows], shares[rows])
 
     with RowTiles():
-        assert_rows_keep_their_bits(torch.cat([x, order], dim=1), compute)
+        assert_rows_keep_their_bits(torch.cat([x, numbers], dim=1), compute)
     torch.testing.assert_close(experts(x, chosen, shares), base(x, chosen, shares), rtol=1e-4, atol=1e-5)
 
 
