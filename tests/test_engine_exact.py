@@ -4,11 +4,15 @@ arrivals and aborts around it, from the prefix cache, after a preemption.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from engine_harness import DrivenEngine, Engines, Result, adapter, kv_bytes, prompt_of, request
+import torch
+from engine_harness import DrivenEngine, Engines, Result, adapter, engine_config, kv_bytes, prompt_of, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import CONFIGS
+from transformers import AutoModelForCausalLM
 
 from engines.protocol import Adapter, GenerateRequest
 
@@ -160,3 +164,15 @@ def test_any_chunks_leave_the_bits_as_they_are(
     requests = all_requests(name)[3:11]
     for found, wanted in zip(engine.generate(*requests), alone(engines, name, attention)[3:11], strict=True):
         assert_same(found, wanted)
+
+
+def test_layers_that_do_not_fill_the_processors_vectors_keep_their_bits_too(tmp_path: Path) -> None:
+    """Torch computes the last elements of a tensor by other code than the rest."""
+    torch.manual_seed(0)
+    config = CONFIGS["llama"]()
+    config.intermediate_size = 89
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    requests = [request(prompt_of(length), max_tokens=6, prompt_logprobs=0, logprobs=3) for length in (21, 22, 33, 7)]
+    with DrivenEngine(engine_config(source=str(tmp_path), exact=True, max_step_tokens=50)) as engine:
+        for found, expected in zip(engine.generate(*requests), map(engine.one, requests), strict=True):
+            assert_same(found, expected)
