@@ -1,0 +1,81 @@
+"""Models from folders and GGUF files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_harness import DrivenEngine, engine_config, model_folder, prompt_of, reference_logits, request
+from tiny_gguf import write_gguf
+
+from engines.errors import ModelRefused
+from engines.model_loader import load_model, pick_device, split_gguf
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_a_gguf_file_is_served_as_the_model_that_it_holds(attention: str, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    model = write_gguf(file).eval()
+    vocabulary = model.config.vocab_size
+    config = engine_config(source=str(file), dtype="float32", attention=attention)
+    with DrivenEngine(config) as engine:
+        assert engine.engine.facts.vocab_size == vocabulary
+        assert engine.engine.facts.context_length == model.config.max_position_embeddings
+        made = request([token_id % vocabulary for token_id in prompt_of(30)], max_tokens=12, logprobs=0)
+        result = engine.one(made)
+    rows = torch.log_softmax(reference_logits(model, (*made.prompt_token_ids, *result.token_ids))[29:-1], dim=-1)
+    for row, token_id, score in zip(rows, result.token_ids, result.logprobs, strict=True):
+        assert float(row.max() - row[token_id]) < 1e-3
+        assert score.logprob == pytest.approx(float(row[token_id]), abs=1e-3)
+
+
+def test_a_gguf_file_that_is_missing_or_holds_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match=r"nothing\.gguf' cannot be loaded"):
+        load_model(engine_config(source=str(tmp_path / "nothing.gguf")))
+    (tmp_path / "noise.gguf").write_bytes(bytes(range(256)) * 4)
+    with pytest.raises(ModelRefused, match=r"noise\.gguf' cannot be loaded"):
+        load_model(engine_config(source=str(tmp_path / "noise.gguf")))
+
+
+def test_a_source_is_cut_only_when_it_is_a_gguf_file() -> None:
+    assert split_gguf("/models/a/tiny.gguf") == ("/models/a", "tiny.gguf")
+    assert split_gguf("tiny.gguf") == (".", "tiny.gguf")
+    assert split_gguf("owner/name") == ("owner/name", None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "loaded"),
+    [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32)],
+)
+def test_weights_are_loaded_in_the_dtype_that_is_asked_for_or_stored(asked: str, loaded: torch.dtype) -> None:
+    model = load_model(engine_config("llama", dtype=asked))
+    assert model.dtype == loaded
+    assert {parameter.dtype for parameter in model.model.parameters()} == {loaded}
+
+
+def test_exact_loads_in_float32_whatever_is_stored(tmp_path: Path) -> None:
+    load_model(engine_config("llama", dtype="bfloat16")).model.save_pretrained(tmp_path)
+    assert load_model(engine_config(source=str(tmp_path))).dtype == torch.bfloat16
+    assert load_model(engine_config(source=str(tmp_path), exact=True)).dtype == torch.float32
+
+
+def test_a_model_knows_its_vocabulary_and_context() -> None:
+    loaded = load_model(engine_config("llama"))
+    assert (loaded.vocab_size, loaded.context_length) == (320, 512)
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+def test_a_model_that_names_no_context_length_is_refused(tmp_path: Path) -> None:
+    config = (model_folder("llama") / "config.json").read_text()
+    for file in model_folder("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(
+        config.replace('"max_position_embeddings": 512', '"max_position_embeddings": 0')
+    )
+    with pytest.raises(ModelRefused, match="its configuration names no context length"):
+        load_model(engine_config(source=str(tmp_path)))
+
+
+def test_the_device_is_the_one_that_is_there() -> None:
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert pick_device("auto").type == expected
+    assert pick_device("cpu").type == "cpu"
