@@ -72,7 +72,6 @@ def build_batch(
 def wanted_rows(chunk: Chunk, row: int) -> range:
     """The rows of a chunk that begins at `row` whose logits are wanted."""
     last = row + chunk.length - 1
-    scores_prompt = chunk.sequence.request.sampling.prompt_logprobs is not None and not chunk.sequence.num_output
-    if scores_prompt:
+    if chunk.sequence.scores_prompt:
         return range(row, last + 1)
     return range(last, last + 1) if chunk.completes else range(0)

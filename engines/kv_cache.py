@@ -86,29 +86,31 @@ def blocks_for(
     return count
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     """Bytes that could be allocated on the device now; on the CPU within the control group's limit, if there is one."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = _meminfo_available()
-    for limit_file, used_file in _CGROUP_FILES:
+    available = _field(root / "proc/meminfo", "MemAvailable:") * 1024
+    for folder, limit_file, used_file, cached_field in _CGROUPS:
         try:
-            limit = int(Path(limit_file).read_text())
-            used = int(Path(used_file).read_text())
+            limit = int((root / folder / limit_file).read_text())
+            used = int((root / folder / used_file).read_text())
+            # What is cached of files counts as used and is given up when it is needed: the weights just read, say.
+            used -= _field(root / folder / "memory.stat", cached_field)
         except (OSError, ValueError):  # no such control group, or its limit is "max"
             continue
         available = min(available, max(0, limit - used))
     return available
 
 
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+_CGROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ModelRefused("/proc/meminfo has no MemAvailable: set kv_cache_bytes.")
+def _field(file: Path, name: str) -> int:
+    for line in file.read_text().splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    raise ValueError(f"{file} has no {name}")

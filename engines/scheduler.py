@@ -19,8 +19,8 @@ from engines.sequence import NO_SLOT, Sequence
 BYPASS_LIMIT = 64
 """How many requests may be admitted past one that waits for an adapter slot; then everybody waits until it has one."""
 
-SCORING_CHUNK = 128
-"""Tokens per step of a prompt whose log-probabilities are wanted: each needs a row of logits over the vocabulary."""
+SCORED_TOKENS = 128
+"""Tokens per step of prompts whose log-probabilities are wanted: each needs a row of logits over the vocabulary."""
 
 
 class Slots(Protocol):
@@ -51,6 +51,14 @@ class Chunk:
     def completes(self) -> bool:
         """Whether the next token can be sampled after this chunk."""
         return self.end == len(self.sequence.token_ids)
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Prompt tokens that the step may still compute, and how many of them with logits."""
+
+    tokens: int
+    scored_tokens: int = SCORED_TOKENS
 
 
 @dataclass(slots=True)
@@ -101,12 +109,12 @@ class Scheduler:
             # Oldest first, and only the youngest are preempted, so a row that is in the plan stays there.
             if sequence.blocks and sequence.num_pending == 1 and self._grow(sequence):
                 plan.decode.append(Chunk(sequence, sequence.num_computed, 1))
-        budget = self._max_step_tokens_decoding if plan.decode else self._max_step_tokens
+        budget = _Budget(self._max_step_tokens_decoding if plan.decode else self._max_step_tokens)
         for sequence in self.running:
             if sequence.num_pending > 1:
-                budget -= _add(plan.prefill, sequence, budget)
-        while budget > 0 and (admitted := self._admit_next()):
-            budget -= _add(plan.decode if admitted.num_pending == 1 else plan.prefill, admitted, budget)
+                _add(plan.prefill, sequence, budget)
+        while budget.tokens and (admitted := self._admit_next()):
+            _add(plan.decode if admitted.num_pending == 1 else plan.prefill, admitted, budget)
         return plan
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -169,7 +177,7 @@ class Scheduler:
         size = self._pool.block_size
         total = -(-len(sequence.token_ids) // size)
         shared: list[int] = []
-        if self._prefix_cache and sequence.reads_prefix_cache:
+        if self._prefix_cache and not sequence.scores_prompt:
             # At least one token is left to compute, or there would be no logits to sample from.
             shared = self._pool.match(sequence.extend_hashes((len(sequence.token_ids) - 1) // size, size))
         need = total - len(shared)
@@ -217,11 +225,12 @@ class Scheduler:
             sequence.slot = NO_SLOT
 
 
-def _add(chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
-    """Plan as many pending tokens as the budget has; returns how many."""
-    length = max(0, min(budget, sequence.num_pending))
-    if not sequence.reads_prefix_cache:
-        length = min(length, SCORING_CHUNK)
+def _add(chunks: list[Chunk], sequence: Sequence, budget: _Budget) -> None:
+    """Plan as many pending tokens as the budget has."""
+    length = min(budget.tokens, sequence.num_pending)
+    if sequence.scores_prompt:
+        length = min(length, budget.scored_tokens)
+        budget.scored_tokens -= length
+    budget.tokens -= length
     if length:
         chunks.append(Chunk(sequence, sequence.num_computed, length))
-    return length

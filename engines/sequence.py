@@ -60,9 +60,9 @@ class Sequence:
         return self.request.adapter.digest if self.request.adapter else ""
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        """Prompt log-probabilities need the logits of every prompt token, which a cached prefix does not give."""
-        return self.request.sampling.prompt_logprobs is None
+    def scores_prompt(self) -> bool:
+        """Whether the logits after every prompt token are still wanted, which a cached prefix does not give."""
+        return self.request.sampling.prompt_logprobs is not None and not self.num_output
 
     def extend_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
         """Hashes of the first `num_blocks` blocks of tokens, all of which must be full."""

@@ -1,5 +1,7 @@
 """How large the KV cache is made."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,3 +41,45 @@ def test_free_memory_is_some_of_the_machines() -> None:
     with open("/proc/meminfo") as lines:
         total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
     assert 0 < free_memory(torch.device("cpu")) <= total
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/meminfo": "MemTotal: 900 kB\nMemAvailable: 500 kB\n"}, 500 * 1024),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 500 kB\n",
+                "sys/fs/cgroup/memory.max": "300000\n",
+                "sys/fs/cgroup/memory.current": "250000\n",
+                "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 100000\nactive_file 7\n",
+            },
+            150_000,
+        ),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 500 kB\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "300000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "400000\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\n",
+            },
+            0,
+        ),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 500 kB\n",
+                "sys/fs/cgroup/memory.max": "max\n",
+                "sys/fs/cgroup/memory.current": "250000\n",
+                "sys/fs/cgroup/memory.stat": "inactive_file 100000\n",
+            },
+            500 * 1024,
+        ),
+    ],
+)
+def test_free_memory_is_what_the_machine_and_the_control_group_leave(
+    files: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert free_memory(torch.device("cpu"), tmp_path) == expected

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_drive import BLOCK, Drive, Slots, drive, sequence_of
 
-from engines.scheduler import BYPASS_LIMIT, SCORING_CHUNK
+from engines.scheduler import BYPASS_LIMIT, SCORED_TOKENS
 from engines.sequence import Sequence
 
 LONGEST = 6 * BLOCK
@@ -137,10 +137,30 @@ def test_the_whole_budget_is_used_while_nobody_decodes() -> None:
     assert [sum(chunk.length for chunk in work.step().prefill) for _ in range(3)] == [64, 64, 64]
 
 
-def test_a_prompt_that_is_scored_goes_in_chunks_that_bound_the_logits() -> None:
-    work = drive(max_step_tokens=10 * SCORING_CHUNK)
-    work.add(sequence_of(range(2 * SCORING_CHUNK + 1), scored=True))
-    assert [chunk.length for chunk in work.step().prefill] == [SCORING_CHUNK]
+def test_prompts_that_are_scored_share_a_bound_on_the_rows_of_logits() -> None:
+    work = drive(max_step_tokens=10 * SCORED_TOKENS)
+    first, second = (sequence_of(range(SCORED_TOKENS + 30 + i), scored=True) for i in range(2))
+    work.add(first, second, sequence_of(range(1000, 4000)))
+    lengths = [[chunk.length for chunk in work.step().prefill] for _ in range(2)]
+    assert lengths == [[SCORED_TOKENS, 9 * SCORED_TOKENS], [30, SCORED_TOKENS - 30, 9 * SCORED_TOKENS]]
+    work.run()
+    assert len(work.finished) == 3
+
+
+def test_a_scored_prompt_that_was_preempted_after_its_first_token_takes_its_prefix_from_the_cache() -> None:
+    work = drive(num_blocks=1 + 8)
+    old, scored = sequence_of([1] * (2 * BLOCK), 4 * BLOCK), sequence_of([2] * (3 * BLOCK), 2 * BLOCK, scored=True)
+    work.add(old, scored)
+    while not work.scheduler.preemptions:
+        assert work.step()
+    assert scored.num_output
+    assert not scored.blocks
+    again: list[int] = []
+    while scored not in work.finished:
+        plan = work.step()
+        assert plan
+        again += [chunk.start for chunk in plan.prefill if chunk.sequence is scored]
+    assert min(again) >= 2 * BLOCK
 
 
 def test_a_second_request_with_the_same_prefix_computes_only_the_rest() -> None:
