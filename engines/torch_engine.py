@@ -16,7 +16,7 @@ import torch
 from engines import self_test
 from engines.block_pool import BlockPool
 from engines.config import EngineConfig
-from engines.errors import EngineError, EngineStopped, ModelRefused, QueueFull, RequestRefused
+from engines.errors import AdapterUnavailable, EngineError, EngineStopped, ModelRefused, QueueFull, RequestRefused
 from engines.kv_cache import blocks_for, free_memory
 from engines.loop import Emit, EngineLoop, Event
 from engines.lora.cache import AdapterCache, HostAdapter
@@ -99,7 +99,10 @@ class TorchEngine:
         """Loads by a request that scores one token, so that what is refused then is refused now."""
         probe = _WarmUp(asyncio.get_running_loop().create_future())
         request = GenerateRequest(f"warm-{adapter.digest}-{id(probe)}", (0,), _SCORE_NOTHING, adapter)
-        self.submit(request, probe)
+        try:
+            self.submit(request, probe)
+        except QueueFull as exc:
+            raise AdapterUnavailable(str(exc)) from exc
         try:
             await probe.done
         finally:

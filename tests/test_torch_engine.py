@@ -137,6 +137,8 @@ def test_a_full_queue_is_said_at_once_and_passes(engines: Engines) -> None:
         with pytest.raises(QueueFull) as refusal:
             engine.engine.submit(request((1,)), sink)
         assert refusal.value.limit == 2
+        with pytest.raises(AdapterUnavailable, match="queue is full"):
+            await engine.engine.warm(adapter("llama", "q-v"))
         engine.engine.abort(accepted[1].request_id)
         last = good_request()
         sink.expect(last.request_id)
