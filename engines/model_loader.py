@@ -40,6 +40,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     try:
         hf_config = AutoConfig.from_pretrained(folder, **options)
         check_layer_types(hf_config.get_text_config())
+        check_rotation(hf_config.get_text_config(), config.context_length)
         if gguf_file is not None:
             # Otherwise the weights would stay packed and every layer be a class of its own.
             options["quantization_config"] = GgufConfig(dequantize=True)
@@ -77,6 +78,22 @@ def check_layer_types(text_config: Any) -> None:
         raise ModelRefused(f"{text_config.model_type} attends in both directions; this engine serves causal models.")
     if getattr(text_config, "attention_chunk_size", None):
         raise ModelRefused(f"{text_config.model_type}: chunked attention is not known to this engine.")
+
+
+def check_rotation(text_config: Any, context_length: int | None) -> None:
+    """Raises `ModelRefused` where rotary positions depend on the length of the sequence: in transformers the longest
+    one of a batch would decide for all. Up to the length that the model was first trained on there is no difference.
+    """
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
+    for kind in kinds:
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            limit = kind.get("original_max_position_embeddings") or text_config.max_position_embeddings
+            if (context_length or text_config.max_position_embeddings) > limit:
+                raise ModelRefused(
+                    f"{text_config.model_type}: rotary positions of type {kind['rope_type']!r} depend on the length of "
+                    f"a sequence; set context_length to at most {limit}."
+                )
 
 
 def _dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:

@@ -26,8 +26,7 @@ from engines.lora.experts import Experts
 from engines.lora.targets import LoraTargets
 from engines.model_loader import LoadedModel
 from engines.native.adapters import NativeAdapters
-from engines.native.decoder import NativeDecoder
-from engines.native.install import install_kernels
+from engines.native.install import NativeModel, install_kernels
 from engines.packed_linear import pack_linears
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.scheduler import Chunk
@@ -57,7 +56,7 @@ class ModelRunner:
         self._block_size = config.block_size
         self._tiled = config.exact
         self._exact = False
-        self._native: NativeDecoder | None = None
+        self._native: NativeModel | None = None
         self._context = AdapterContext()
         self.has_states = bool(split_by_sequence(loaded.model, loaded.config, self._context.narrowed))
         if self.has_states and config.exact:
@@ -84,7 +83,8 @@ class ModelRunner:
         self.adapters: AdapterModules | NativeAdapters = others
         self._native = install_kernels(loaded, probe.attention, config, threads=threads)
         if self._native is not None:  # exact as they are, but for what they leave to torch
-            self.adapters = NativeAdapters(self._native, others, layers="model.layers", head=self.targets.head or "")
+            decoder = self._native.decoder
+            self.adapters = NativeAdapters(decoder, others, layers="model.layers", head=self.targets.head or "")
             return
         self._exact = config.exact
         if self._exact:
@@ -96,7 +96,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, or make it anew; until then nothing can be run."""
         if self._native is not None:
-            self._native.allocate(num_blocks)
+            self._native.decoder.allocate(num_blocks)
             return
         cache = KVCache(self.shapes, num_blocks, self._block_size, self._device)
         self._backend = ExactBackend(cache) if self._exact else SdpaBackend(cache)
@@ -124,12 +124,12 @@ class ModelRunner:
 
     def _run(self, batch: StepBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         self._context.set(batch)
-        if self._native is not None:
-            self._native.begin(batch, logit_rows)
         count = logit_rows.shape[0]
         if self._exact:
             logit_rows = F.pad(logit_rows, (0, -count % TILE_ROWS))
         with RowTiles() if self._tiled else nullcontext():
+            if self._native is not None:
+                return self._native.run(batch, logit_rows)
             output = self._model(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],

@@ -1,11 +1,14 @@
 """Models from folders and GGUF files."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from engine_harness import DrivenEngine, engine_config, model_folder, prompt_of, reference_logits, request
 from tiny_gguf import write_gguf
+from transformers import AutoModelForCausalLM
 
 from engines.errors import ModelRefused
 from engines.model_loader import load_model, pick_device, split_gguf
@@ -79,3 +82,23 @@ def test_the_device_is_the_one_that_is_there() -> None:
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert pick_device("auto").type == expected
     assert pick_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_length_are_served_up_to_where_they_begin_to(kind: str, tmp_path: Path) -> None:
+    factors = {"long_factor": [2.0] * 16, "short_factor": [1.0] * 16} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, **factors}
+    config = json.loads((model_folder("llama") / "config.json").read_text())
+    shutil.copytree(model_folder("llama"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    refusal = f"llama: rotary positions of type '{kind}' depend on the length of a sequence; set context_length to at"
+    with pytest.raises(ModelRefused, match=refusal):
+        load_model(engine_config(source=str(tmp_path)))
+    prompt = prompt_of(100)
+    with DrivenEngine(engine_config(source=str(tmp_path), context_length=128)) as engine:
+        asked = [request(prompt, logprobs=0, max_tokens=1), request(prompt[:20], logprobs=0, max_tokens=1)]
+        found = engine.generate(*asked)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for made, result in zip(asked, found, strict=True):
+        expected = torch.log_softmax(reference_logits(model, made.prompt_token_ids)[-1], dim=-1)
+        assert result.logprobs[0].logprob == pytest.approx(float(expected.max()), abs=1e-4)

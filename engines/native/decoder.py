@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from engines.attention.interface import Paged
 from engines.batch import StepBatch
 from engines.errors import EngineError
 from engines.native.library import Library, Settings, Step, pointer
@@ -32,27 +31,22 @@ class PackedPair:
     scale: float
 
 
-class NativeDecoder(nn.Module):
-    """All decoder layers of a model. hidden_states [1, T, hidden] of any float type -> float32.
-
-    Owns the packed weights and the KV cache; `begin` has to be called with the batch before each forward.
-    """
+class NativeDecoder:
+    """A model from the embedded tokens to the logits. Owns the packed weights and the KV cache."""
 
     def __init__(
         self, library: Library, parts: DecoderParts, *, block_size: int, max_tokens: int, max_slots: int, threads: int
     ) -> None:
-        super().__init__()
         linears = parts.layers[0].linears
         self.dtype = linears[0].weight.dtype
-        self.hidden = linears[0].in_features
-        self.vocab_size = parts.head.out_features
-        self.max_tokens = max_tokens
+        self._vocab_size = parts.head.out_features
+        self._max_tokens = max_tokens
         self._block_size = block_size
         self._kv_heads = parts.kv_heads
         self._library = library
         settings = Settings(
             layers=len(parts.layers),
-            hidden=self.hidden,
+            hidden=linears[0].in_features,
             heads=parts.heads,
             kv_heads=parts.kv_heads,
             dim=parts.dim,
@@ -69,10 +63,8 @@ class NativeDecoder(nn.Module):
         weakref.finalize(self, library.free, self._model)
         for index, layer in enumerate(parts.layers):
             self._set_layer(index, layer, parts.windows[index])
-        library.set_head(self._model, self.vocab_size, pointer(parts.head.weight.contiguous()))
-        self._batch: StepBatch | None = None
-        self._head_slots: torch.Tensor | None = None
-        self._arrays: _Arrays | None = None
+        head, norm = parts.head.weight.contiguous(), _floats(parts.norm)
+        library.set_head(self._model, self._vocab_size, pointer(head), pointer(norm), parts.norm_eps)
 
     def _set_layer(self, index: int, layer: LayerParts, window: int) -> None:
         weights = [linear.weight.contiguous() for linear in layer.linears]
@@ -88,12 +80,6 @@ class NativeDecoder(nn.Module):
         if not self._library.set_cache(self._model, num_blocks):
             raise MemoryError(f"no memory for a KV cache of {num_blocks} blocks")
 
-    def begin(self, batch: StepBatch, logit_rows: torch.Tensor) -> None:
-        """Lay the batch out for the forward that follows. `logit_rows` [R]: the rows that the head will see."""
-        self._batch = batch
-        self._head_slots = None if batch.slots is None else batch.slots[logit_rows].contiguous()
-        self._arrays = _Arrays.of(batch, self._kv_heads, self._block_size)
-
     def set_pair(self, slot: int, pair: PackedPair) -> None:
         """The pair's tensors must stay alive until the slot is cleared."""
         self._library.set_pair(
@@ -103,18 +89,17 @@ class NativeDecoder(nn.Module):
     def clear_slot(self, slot: int) -> None:
         self._library.clear_slot(self._model, slot)
 
-    def forward(
+    def run(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        paged: Paged,
-        **others: Any,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        batch: StepBatch,
+        logit_rows: torch.Tensor,
     ) -> torch.Tensor:
-        assert paged.batch is self._batch, "begin was not called for this batch"
-        assert self._arrays is not None
-        cos, sin = (x[0].float().contiguous() for x in position_embeddings)
-        hidden = hidden_states[0].to(torch.float32, copy=True).contiguous()
-        arrays = self._arrays
+        """hidden [T, hidden] float32, overwritten; cos and sin of the rows' positions [T, head size] float32;
+        logit_rows [R] -> logits [R, vocab] float32
+        """
+        arrays = _Arrays.of(batch, self._kv_heads, self._block_size)
         step = Step(
             rows=hidden.shape[0],
             spans=len(arrays.spans),
@@ -125,39 +110,25 @@ class NativeDecoder(nn.Module):
             span=arrays.spans.ctypes.data,
             tables=arrays.tables.ctypes.data,
             item=arrays.items.ctypes.data,
-            kv_slots=pointer(paged.batch.kv_slots),
+            kv_slots=pointer(batch.kv_slots),
             fresh_block=arrays.fresh.ctypes.data,
-            slots=pointer(paged.batch.slots),
-            cos=pointer(cos),
-            sin=pointer(sin),
+            slots=pointer(batch.slots),
+            cos=pointer(rotation[0]),
+            sin=pointer(rotation[1]),
             hidden=pointer(hidden),
         )
         if not self._library.forward(self._model, ctypes.byref(step)):
             raise EngineError("The kernels had no memory for this batch.")
-        return hidden[None]
+        return self._logits(hidden, logit_rows, batch.slots)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, hidden] after the last norm -> float32 [R, vocab]"""
-        hidden = hidden.float().contiguous()
-        slots = self._head_slots
-        rows = hidden.shape[0]
-        padded = torch.empty(rows + _ROW_PADDING, -(-self.vocab_size // _COLUMN_PADDING) * _COLUMN_PADDING)
-        for start in range(0, rows, self.max_tokens):
-            part = hidden[start : start + self.max_tokens]
-            own = None if slots is None else slots[start : start + self.max_tokens]
-            self._library.head(self._model, pointer(part), part.shape[0], pointer(own), pointer(padded[start:]))
-        return padded[:rows, : self.vocab_size]
-
-
-class NativeHead(nn.Module):
-    """The output head: x [1, R, hidden] -> float32 [1, R, vocab]."""
-
-    def __init__(self, decoder: NativeDecoder) -> None:
-        super().__init__()
-        self._decoder = [decoder]  # in a list, so that it is not registered as a second owner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._decoder[0].logits(x[0])[None]
+    def _logits(self, hidden: torch.Tensor, logit_rows: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+        count = logit_rows.shape[0]
+        padded = torch.empty(count + _ROW_PADDING, -(-self._vocab_size // _COLUMN_PADDING) * _COLUMN_PADDING)
+        for start in range(0, count, self._max_tokens):
+            rows = logit_rows[start : start + self._max_tokens]
+            to = pointer(padded[start:])
+            self._library.head(self._model, pointer(hidden), pointer(rows), rows.shape[0], pointer(slots), to)
+        return padded[:count, : self._vocab_size]
 
 
 @dataclass(frozen=True, slots=True)

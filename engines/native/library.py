@@ -35,12 +35,12 @@ class Library:
         self.free = _typed(dll.rh_free, None, c_void_p)
         self.uses_amx = _typed(dll.rh_uses_amx, c_int)
         self.set_layer = _typed(dll.rh_set_layer, None, c_void_p, c_int, *[c_void_p] * 12, c_int)
-        self.set_head = _typed(dll.rh_set_head, None, c_void_p, c_int, c_void_p)
+        self.set_head = _typed(dll.rh_set_head, None, c_void_p, c_int, c_void_p, c_void_p, c_float)
         self.set_cache = _typed(dll.rh_set_cache, c_int, c_void_p, c_int)
         self.set_pair = _typed(dll.rh_set_pair, None, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_int, c_float)
         self.clear_slot = _typed(dll.rh_clear_slot, None, c_void_p, c_int)
         self.forward = _typed(dll.rh_forward, c_int, c_void_p, POINTER(Step))
-        self.head = _typed(dll.rh_head, None, c_void_p, c_void_p, c_int, c_void_p, c_void_p)
+        self.head = _typed(dll.rh_head, None, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)
 
 
 def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., Any]:

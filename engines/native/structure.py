@@ -34,7 +34,7 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """What the kernels need to know of a model. `path`: of the list of layers."""
+    """What the kernels need to know of a model. `path`: of the list of layers. `norm`: the last one."""
 
     path: str
     layers: tuple[LayerParts, ...]
@@ -44,6 +44,8 @@ class DecoderParts:
     eps: float
     scale: float
     windows: tuple[int, ...]
+    norm: torch.Tensor
+    norm_eps: float
     head: nn.Linear
 
 
@@ -52,7 +54,7 @@ def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> Deco
     model: Any = loaded.model
     if loaded.device.type != "cpu" or loaded.dtype not in (torch.float32, torch.bfloat16):
         raise Unsupported(f"{loaded.dtype} on {loaded.device}")
-    base = getattr(model, "model", None)
+    base: Any = getattr(model, "model", None)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != len(attention):
         raise Unsupported("no plain list of decoder layers")
@@ -73,6 +75,8 @@ def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> Deco
         eps=_same([part.eps for part in parts], "epsilons"),
         scale=_same([a.scale for a in attention.values()], "scales"),
         windows=tuple(attention[index].window or 0 for index in range(len(layers))),
+        norm=base.norm.weight,
+        norm_eps=float(base.norm.variance_epsilon),
         head=head,
     )
     _check_sizes(found)

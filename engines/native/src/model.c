@@ -41,6 +41,7 @@ typedef struct {
     Layer *layers;
     Adapted head;
     Packed head_weight;
+    float *head_norm, head_eps;
     size_t cache_bytes; /* of K or V of one layer */
     void *x, *attended, *x2; /* inputs of gemms: [max_tokens] rows of hidden, heads x dim, inner */
     float *y;
@@ -127,7 +128,9 @@ void rh_set_layer(Model *m, int index, const void *q, const void *k, const void 
     l->window = window;
 }
 
-void rh_set_head(Model *m, int rows, const void *weight) {
+void rh_set_head(Model *m, int rows, const void *weight, const float *norm, float eps) {
+    m->head_norm = copy_floats(norm, m->s.hidden);
+    m->head_eps = eps;
     pack_new(&m->head_weight, rows, m->s.hidden, m->s.is_bf16);
     pack_rows(&m->head_weight, 0, 16, rows, weight);
     adapted_new(&m->head, m->s.max_slots, m->s.hidden, rows, 0, 16);
@@ -176,6 +179,7 @@ void rh_free(Model *m) {
     for (int i = 0; i < m->s.threads; i++) free(m->scratch[i]);
     big_free(m->head_weight.data, packed_bytes(&m->head_weight));
     free(m->head.pairs);
+    free(m->head_norm);
     pool_free(m->pool);
     big_free(m->x, m->x_bytes);
     big_free(m->attended, m->attended_bytes);
@@ -195,14 +199,14 @@ typedef struct {
 } Run;
 
 /* x[row] = norm(hidden[row]) * weight. hidden and dim are multiples of 16. */
-static void norm_row(const Model *m, const float *hidden, const float *weight, int row) {
+static void norm_row(const Model *m, const float *hidden, const float *weight, float eps, int row) {
     int n = m->s.hidden, k_pad = ROUND_UP(n, 32);
     vf squares = vf_set(0);
     for (int i = 0; i < n; i += 16) {
         vf v = vf_load(hidden + i);
         squares = vf_fma(v, v, squares);
     }
-    float factor = 1.0f / sqrtf(vf_sum(squares) / (float)n + m->s.eps);
+    float factor = 1.0f / sqrtf(vf_sum(squares) / (float)n + eps);
     for (int i = 0; i < n; i += 16)
         store_x(m->x, m->s.is_bf16, row, i, k_pad, vf_load(hidden + i) * factor * vf_load(weight + i));
 }
@@ -234,7 +238,7 @@ static void first_item(void *argument, int index, int thread) {
     Run *run = argument;
     const Settings *s = &run->m->s;
     if (index < run->step->rows) {
-        norm_row(run->m, run->step->hidden + (size_t)index * s->hidden, run->layer->norm1, index);
+        norm_row(run->m, run->step->hidden + (size_t)index * s->hidden, run->layer->norm1, s->eps, index);
         return;
     }
     /* A block that is taken into use may hold values of its last owner, and 0 times infinity is no 0. */
@@ -276,7 +280,7 @@ static void o_item(void *argument, int row, int thread) {
     float *y = m->y + (size_t)row * w->n_pad, *hidden = run->step->hidden + (size_t)row * m->s.hidden;
     adapt_row(&l->adapted[O_PROJ], slot_of(run->step, row), m->s.is_bf16, m->attended, row, w->k_pad, y);
     for (int i = 0; i < m->s.hidden; i += 16) vf_store(hidden + i, vf_load(hidden + i) + vf_load(y + i));
-    norm_row(m, hidden, l->norm2, row);
+    norm_row(m, hidden, l->norm2, m->s.eps, row);
 }
 
 static void gate_item(void *argument, int row, int thread) {
@@ -301,7 +305,7 @@ static void down_item(void *argument, int row, int thread) {
     float *y = m->y + (size_t)row * w->n_pad, *hidden = run->step->hidden + (size_t)row * m->s.hidden;
     adapt_row(&l->adapted[DOWN_PROJ], slot_of(run->step, row), m->s.is_bf16, m->x2, row, w->k_pad, y);
     for (int i = 0; i < m->s.hidden; i += 16) vf_store(hidden + i, vf_load(hidden + i) + vf_load(y + i));
-    if (run->next) norm_row(m, hidden, run->next->norm1, row);
+    if (run->next) norm_row(m, hidden, run->next->norm1, m->s.eps, row);
 }
 
 static int ensure_scratch(Model *m, int max_len) {
@@ -352,31 +356,33 @@ int rh_forward(Model *m, const Step *step) {
 typedef struct {
     Model *m;
     const float *hidden;
+    const int64_t *rows;
     const int32_t *slots;
     float *logits;
 } Head;
 
-static void head_input_item(void *argument, int row, int thread) {
+static void head_input_item(void *argument, int index, int thread) {
     (void)thread;
     Head *head = argument;
     Model *m = head->m;
-    for (int i = 0; i < m->s.hidden; i += 16)
-        store_x(m->x, m->s.is_bf16, row, i, m->head_weight.k_pad, vf_load(head->hidden + (size_t)row * m->s.hidden + i));
+    norm_row(m, head->hidden + (size_t)head->rows[index] * m->s.hidden, m->head_norm, m->head_eps, index);
 }
 
-static void head_adapt_item(void *argument, int row, int thread) {
+static void head_adapt_item(void *argument, int index, int thread) {
     (void)thread;
     Head *head = argument;
     const Packed *w = &head->m->head_weight;
-    adapt_row(&head->m->head, head->slots[row], head->m->s.is_bf16, head->m->x, row, w->k_pad,
-              head->logits + (size_t)row * w->n_pad);
+    adapt_row(&head->m->head, head->slots[head->rows[index]], head->m->s.is_bf16, head->m->x, index, w->k_pad,
+              head->logits + (size_t)index * w->n_pad);
 }
 
-/* logits [rows padded to 16][vocabulary padded to 32] of normed hidden [rows][hidden]; rows <= max_tokens. */
-void rh_head(Model *m, const float *hidden, int rows, const int32_t *slots, float *logits) {
-    Head head = {m, hidden, slots, logits};
-    pool_run(m->pool, rows, head_input_item, &head);
-    gemm(m->pool, &m->head_weight, m->x, logits, rows);
-    if (slots) pool_run(m->pool, rows, head_adapt_item, &head);
+/* The last norm and the output head: logits [count padded to 32][vocabulary padded to 32] of some rows of hidden.
+ * `slots`: of all rows, or NULL. count <= max_tokens.
+ */
+void rh_head(Model *m, const float *hidden, const int64_t *rows, int count, const int32_t *slots, float *logits) {
+    Head head = {m, hidden, rows, slots, logits};
+    pool_run(m->pool, count, head_input_item, &head);
+    gemm(m->pool, &m->head_weight, m->x, logits, count);
+    if (slots) pool_run(m->pool, count, head_adapt_item, &head);
     amx_release();
 }
