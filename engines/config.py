@@ -13,8 +13,9 @@ class EngineConfig:
 
     `source`: a folder, a hub id or a `.gguf` file. `context_length` None: the model's own. `kv_cache_bytes` None: the
     share `memory_fraction` of the memory that is free once the weights are loaded. `max_step_tokens`: prompt tokens
-    computed per step while nothing is being decoded; `max_step_tokens_decoding`: the same while others decode, which
-    bounds how long a prefill can hold up the next token of the others. `adapter_bytes`: budget for the weights of
+    computed per step while nothing is being decoded; `max_step_tokens_decoding`: the most while others decode;
+    `prefill_ratio`: it is cut below that so that it takes at most this many times as long as the decoding itself,
+    which bounds how long a prefill can hold up the next token of the others. `adapter_bytes`: budget for the weights of
     loaded adapters; `max_adapters`: how many may be loaded at once; those beyond wait in a fair order. `exact`: results
     are bit-equal whatever the company and chunking; float32, and slow where the C kernels do not compute it (one
     thread). `threads` None: the cores this process may use. `attention`: "native" are the C kernels for Llama-like
@@ -36,6 +37,7 @@ class EngineConfig:
     max_waiting: int = 1024
     max_step_tokens: int = 1024
     max_step_tokens_decoding: int = 256
+    prefill_ratio: float = 1.5
     max_adapters: int = 256
     max_adapter_rank: int = 64
     adapter_bytes: int = 4 << 30
@@ -73,6 +75,7 @@ _POSITIVE = (
     "max_waiting",
     "max_step_tokens",
     "max_step_tokens_decoding",
+    "prefill_ratio",
     "max_adapters",
     "max_adapter_rank",
     "adapter_bytes",

@@ -14,6 +14,7 @@ import torch
 
 from engines.batch import StepBatch, wanted_rows
 from engines.errors import AdapterError, EngineError, EngineStopped, NonFiniteLogits
+from engines.pace import PrefillPace
 from engines.protocol import Adapter, FinishReason, TokenDelta, TokenLogprob
 from engines.sampler import Sampled, prompt_logprobs, sample
 from engines.scheduler import Chunk, Scheduler
@@ -72,7 +73,8 @@ class EngineLoop:
     """`post` may be called from any thread; everything else happens on the thread that calls `run`.
 
     `emit` takes the events of a step. `on_end` is called once, with why: whoever posted requests ends those that are
-    left, since a loop that has failed cannot be trusted to know them.
+    left, since a loop that has failed cannot be trusted to know them. `pace` None: prefill beside decoding is as large
+    as the scheduler's own limit.
     """
 
     runner: Runner
@@ -80,6 +82,7 @@ class EngineLoop:
     adapters: Adapters
     emit: Emit
     on_end: Callable[[EngineStopped], None]
+    pace: PrefillPace | None = None
     counters: Counters = field(default_factory=Counters)
     failed: bool = False
     last_progress: float = field(default_factory=time.monotonic)
@@ -157,7 +160,7 @@ class EngineLoop:
         failures: list[tuple[Sequence, EngineError]] = []
         # Two forwards, not one: on the CPU the kernels for few rows and for many differ, also in their rounding, and
         # the tokens of those who decode need not wait for the prefill.
-        progressed = [self._compute(chunks, failures) for chunks in (plan.decode, plan.prefill) if chunks]
+        progressed = [self._timed(chunks, failures) for chunks in (plan.decode, plan.prefill) if chunks]
         if not any(progressed):
             # Every request of the step failed: is it they, or the device? If this raises, the engine is broken, and
             # they end as all others do.
@@ -167,6 +170,19 @@ class EngineLoop:
         self.counters.steps += 1
         self.counters.step_seconds += self.last_progress - started
         return True
+
+    def _timed(self, chunks: SequenceOf[Chunk], failures: list[tuple[Sequence, EngineError]]) -> bool:
+        """Compute them, and learn from it how much prefill the next step has time for."""
+        started = time.monotonic()
+        progressed = self._compute(chunks, failures)
+        if self.pace is not None:
+            seconds, tokens = time.monotonic() - started, sum(chunk.length for chunk in chunks)
+            if tokens > len(chunks):
+                self.pace.prefilled(tokens, seconds)
+            else:
+                self.pace.decoded(seconds)
+            self.scheduler.prefill_limit = self.pace.tokens
+        return progressed
 
     def _compute(self, chunks: SequenceOf[Chunk], failures: list[tuple[Sequence, EngineError]]) -> bool:
         """Run chunks together, or one by one when that fails, so that one request cannot fail another. Adds those

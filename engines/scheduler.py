@@ -94,6 +94,7 @@ class Scheduler:
         self.queue = FairQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.prefill_limit: int | None = None  # below `max_step_tokens_decoding`, as the loop measures
 
     def add(self, sequence: Sequence) -> None:
         self.queue.join(sequence)
@@ -109,13 +110,17 @@ class Scheduler:
             # Oldest first, and only the youngest are preempted, so a row that is in the plan stays there.
             if sequence.blocks and sequence.num_pending == 1 and self._grow(sequence):
                 plan.decode.append(Chunk(sequence, sequence.num_computed, 1))
-        budget = _Budget(self._max_step_tokens_decoding if plan.decode else self._max_step_tokens)
+        budget = _Budget(self._prefill_beside_decoding() if plan.decode else self._max_step_tokens)
         for sequence in self.running:
             if sequence.num_pending > 1:
                 _add(plan.prefill, sequence, budget)
         while budget.tokens and (admitted := self._admit_next()):
             _add(plan.decode if admitted.num_pending == 1 else plan.prefill, admitted, budget)
         return plan
+
+    def _prefill_beside_decoding(self) -> int:
+        most = self._max_step_tokens_decoding
+        return most if self.prefill_limit is None else min(most, self.prefill_limit)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for the sequence's next token, preempting the youngest while there is none."""

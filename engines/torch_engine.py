@@ -23,6 +23,7 @@ from engines.lora.cache import AdapterCache, HostAdapter
 from engines.lora.weights import read_adapter
 from engines.model_loader import LoadedModel, load_model
 from engines.model_runner import ModelRunner
+from engines.pace import PrefillPace
 from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink, SamplingParams
 from engines.scheduler import Scheduler
 from engines.sequence import Sequence
@@ -230,9 +231,13 @@ def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped]
         max_step_tokens_decoding=config.max_step_tokens_decoding,
         prefix_cache=config.prefix_cache and not runner.has_states,
     )
-    loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end))
+    loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end, _pace(config)))
     facts = ModelFacts(loaded.vocab_size, context_length, (num_blocks - 1) * config.block_size)
     return _Parts(loops[0], adapters, pool, facts, threads)
+
+
+def _pace(config: EngineConfig) -> PrefillPace:
+    return PrefillPace(config.max_step_tokens_decoding, config.prefill_ratio)
 
 
 def _do_nothing(loop: EngineLoop) -> None:

@@ -115,6 +115,7 @@ class ModelArgs(_Section):
     max_waiting: Count = 1024
     max_step_tokens: Count = 1024
     max_step_tokens_decoding: Count = 256
+    prefill_ratio: Annotated[float, Field(gt=0, le=1000, strict=False)] = 1.5
     max_adapters: Count = 256
     max_adapter_rank: Count = 64
     adapter_bytes: Bytes = 4 << 30

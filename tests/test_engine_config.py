@@ -16,6 +16,7 @@ BAD: dict[str, tuple[Any, str]] = {
             "max_waiting",
             "max_step_tokens",
             "max_step_tokens_decoding",
+            "prefill_ratio",
             "max_adapters",
             "max_adapter_rank",
             "adapter_bytes",

@@ -15,6 +15,7 @@ from engines.block_pool import BlockPool
 from engines.errors import AdapterError, EngineError, EngineStopped, NonFiniteLogits
 from engines.loop import EngineLoop, Event
 from engines.model_runner import NO_SINK
+from engines.pace import PrefillPace
 from engines.protocol import Adapter, FinishReason, GenerateRequest, TokenDelta
 from engines.scheduler import Chunk, Scheduler
 from engines.sequence import Sequence as Generation
@@ -263,6 +264,20 @@ def test_those_who_decode_get_their_tokens_before_the_prefill_is_computed() -> N
         [first.request_id],
         [second.request_id],
     ]
+
+
+def test_the_prefill_beside_decoding_follows_what_both_take() -> None:
+    bench = Bench()
+    bench.loop.pace = PrefillPace(limit=200, ratio=1e-6)
+    bench.add(request(tuple(i % 40 for i in range(60)), max_tokens=3))
+    assert bench.loop.step()
+    assert bench.scheduler.prefill_limit == 200  # nothing has decoded yet
+    bench.finish()
+    assert bench.scheduler.prefill_limit == 32
+    bench.loop.pace = PrefillPace(limit=200, ratio=1e9)
+    bench.add(request(tuple(i % 40 for i in range(60)), max_tokens=3))
+    bench.finish()
+    assert bench.scheduler.prefill_limit == 200
 
 
 def test_preemption_neither_repeats_nor_loses_a_token() -> None:

@@ -131,6 +131,18 @@ def test_a_long_prompt_does_not_hold_up_those_who_decode() -> None:
         assert sum(chunk.length for chunk in plan.prefill) == 16
 
 
+def test_the_loop_may_shrink_the_prefill_beside_decoding_but_not_grow_it() -> None:
+    work = drive(max_step_tokens=64, max_step_tokens_decoding=32)
+    work.add(sequence_of((1, 2, 3), 30))
+    work.step()
+    work.add(sequence_of(range(200)))
+    lengths = []
+    for limit in (16, 64, None):
+        work.scheduler.prefill_limit = limit
+        lengths.append(sum(chunk.length for chunk in work.scheduler.plan().prefill))
+    assert lengths == [16, 32, 32]
+
+
 def test_the_whole_budget_is_used_while_nobody_decodes() -> None:
     work = drive(max_step_tokens=64, max_step_tokens_decoding=16)
     work.add(sequence_of(range(200)), sequence_of(range(500, 540)))

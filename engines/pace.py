@@ -1,0 +1,41 @@
+"""How many prompt tokens a step computes beside decoding, so that those who decode hardly notice."""
+
+from collections import deque
+from statistics import median
+
+_WINDOW = 9
+"""Steps that are remembered. The median of them is used: a neighbour on the machine may stretch any single one."""
+
+_SMALLEST = 32
+"""Tokens below which a prefill is not cut: smaller ones pay the price of a forward for too little."""
+
+_MULTIPLE = 16
+
+
+class PrefillPace:
+    """Measures decoding and prefill, and says how many prompt tokens take at most `ratio` times as long as decoding
+    does. Never more than `limit`, and never fewer than 32 unless that is the limit.
+    """
+
+    def __init__(self, limit: int, ratio: float) -> None:
+        self._limit = limit
+        self._ratio = ratio
+        self._decode_s: deque[float] = deque(maxlen=_WINDOW)
+        self._s_per_token: deque[float] = deque(maxlen=_WINDOW)
+
+    def decoded(self, seconds: float) -> None:
+        """One step's decoding took this long."""
+        self._decode_s.append(seconds)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """One step's prefill of so many tokens took this long. A few tokens say nothing of many."""
+        if tokens >= _SMALLEST:
+            self._s_per_token.append(seconds / tokens)
+
+    @property
+    def tokens(self) -> int:
+        """The budget of the next step that decodes; the limit while too little is known."""
+        if not self._decode_s or not self._s_per_token:
+            return self._limit
+        fitting = int(self._ratio * median(self._decode_s) / max(median(self._s_per_token), 1e-9))
+        return min(self._limit, max(_SMALLEST, fitting - fitting % _MULTIPLE))
