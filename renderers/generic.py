@@ -36,7 +36,8 @@ class GenericRenderer:
 class PlainParser:
     """A reply without structure. It cannot be malformed, and an end token in the middle is text like any marker.
 
-    `framing` is what the format puts before a reply, dropped if it is there.
+    `framing` is what the format puts before a reply, dropped if it is there; its beginning is held back until that is
+    certain.
     """
 
     malformed = False
@@ -46,6 +47,7 @@ class PlainParser:
         self._raw: list[str] = []
         self._end = ""
         self._framing = framing
+        self._held = ""  # a beginning of the framing
 
     @property
     def raw_text(self) -> str:
@@ -62,13 +64,19 @@ class PlainParser:
             else:
                 texts.append(piece.text)
         self._raw += texts
-        text = "".join(texts)
-        if text and self._framing:
-            text, self._framing = text.removeprefix(self._framing), ""
+        text = self._unframed("".join(texts))
         return [TextDelta(text)] if text else []
 
     def finish(self, end: ReplyEnd) -> list[Delta]:
-        return []
+        return [TextDelta(self._held)] if self._held else []
+
+    def _unframed(self, text: str) -> str:
+        text, self._held = self._held + text, ""
+        if text == self._framing or not self._framing.startswith(text):
+            text, self._framing = text.removeprefix(self._framing), ""
+        elif text:
+            text, self._held = "", text
+        return text
 
 
 def refuse_effort(effort: Effort | None) -> None:

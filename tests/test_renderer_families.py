@@ -2,8 +2,11 @@
 
 import pickle
 import threading
+from itertools import islice
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from renderer_kit import (
     assistant,
     chatml_tokenizer,
@@ -24,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from renderers import registry
 from renderers.base import RenderedPrompt, RenderError, ReplyEnd, TemplateRefused
 from renderers.deltas import Piece, TextDelta
+from renderers.generic import PlainParser
 from renderers.messages import Conversation, ImagePart, Message, Role, TextPart, ToolCall
 
 CALL = ToolCall("call_1", "f", "{}")
@@ -69,6 +73,29 @@ def test_the_generic_renderer_sends_text_at_once(generic):
     parser = generic.parser(RenderedPrompt(()), ())
     assert parser.feed([Piece("a\n"), Piece("b")]) == [TextDelta("a\nb")]
     assert parser.finish(ReplyEnd.CUT) == []
+
+
+END, MARKER = 1, 2
+FRAMINGS = ["", " ", "\n\n", " a", " \n a"]
+PLAIN_PIECES = st.sampled_from([*map(Piece, "\n a"), Piece(" a\n"), Piece("</s>", END), Piece("<x>", MARKER)])
+
+
+@given(
+    framing=st.sampled_from(FRAMINGS),
+    begun=st.integers(0, 4),
+    rest=st.lists(PLAIN_PIECES, max_size=6),
+    sizes=st.lists(st.integers(0, 3), min_size=10, max_size=10),
+    end=st.sampled_from(ReplyEnd),
+)
+def test_a_plain_reply_and_what_its_format_puts_before_it_do_not_depend_on_the_chunks(framing, begun, rest, sizes, end):
+    pieces = [*map(Piece, framing[:begun]), *rest]
+    parser = PlainParser(frozenset([END]), framing)
+    unfed = iter(pieces)
+    chunks = [*(list(islice(unfed, size)) for size in sizes), list(unfed)]
+    text = "".join(delta.text for chunk in chunks for delta in parser.feed(chunk))
+    text += "".join(delta.text for delta in parser.finish(end))
+    raw = "".join(piece.text for piece in (pieces[:-1] if pieces and pieces[-1].token_id == END else pieces))
+    assert (text, parser.raw_text) == (raw.removeprefix(framing), raw)
 
 
 def test_the_generic_renderer_parses_no_calls_and_takes_no_effort(generic):
