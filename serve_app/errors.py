@@ -217,6 +217,14 @@ def to_http(exc: BaseException) -> HttpError:
     return HttpError(row.status, message, row.type, _param(exc), _code(exc) or row.code, headers)
 
 
+def codes_by_status() -> dict[int, list[str]]:
+    """Every status that an error can have, with the codes of the table; some errors have more telling ones."""
+    codes: dict[int, set[str]] = {}
+    for row in (*_TABLE.values(), _OURS):
+        codes.setdefault(row.status, set()).update([row.code] if row.code else [])
+    return {status: sorted(found) for status, found in sorted(codes.items())}
+
+
 def is_ours(exc: BaseException) -> bool:
     """Whether this is a fault of the service that an operator must see with its traceback."""
     return to_http(exc).status == 500

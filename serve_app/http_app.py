@@ -19,10 +19,12 @@ from serve_app.body import JsonObject, read_json
 from serve_app.chat import open_chat
 from serve_app.client_watch import ClientWatch
 from serve_app.completions import open_completion
+from serve_app.config import LimitsConfig
 from serve_app.errors import MethodNotAllowed, NotFound, NotReady, TotalTimeout
 from serve_app.exchange import Exchange
 from serve_app.middleware import layers
 from serve_app.model_listing import describe, list_models
+from serve_app.openapi import DESCRIBE_US, describe_api
 from serve_app.service import Service
 from serve_app.sse import send_answer
 
@@ -37,7 +39,11 @@ OpenAnswer = Callable[[Edge, Exchange, JsonObject], AbstractAsyncContextManager[
 def build_http_app(service: Service) -> Starlette:
     """An ASGI application over the service, which stays the caller's to close."""
     handlers = Handlers(service)
-    routes = [_route("GET", "/healthz", handlers.healthz), _route("GET", "/readyz", handlers.readyz)]
+    routes = [
+        _route("GET", "/healthz", handlers.healthz),
+        _route("GET", "/readyz", handlers.readyz),
+        _route("GET", "/openapi.json", handlers.openapi),
+    ]
     for prefix in PREFIXES:
         routes += [
             _route("POST", f"{prefix}/chat/completions", handlers.chat),
@@ -57,6 +63,7 @@ class Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._why_not_ready: Mapping[str, str] = {}
+        self._described: tuple[LimitsConfig, bytes] | None = None
 
     async def healthz(self, exchange: Exchange) -> None:
         await exchange.send_json(200, {"status": "ok"})
@@ -77,6 +84,12 @@ class Handlers:
         if why_not != self._why_not_ready:
             logger.info("Readiness: %s", why_not or "all models are ready")
             self._why_not_ready = why_not
+
+    async def openapi(self, exchange: Exchange) -> None:
+        limits = self._service.settings.limits
+        if self._described is None or self._described[0] != limits:
+            self._described = limits, await self._service.workers.run(DESCRIBE_US, describe_api, limits)
+        await exchange.send_content(200, self._described[1])
 
     async def models(self, exchange: Exchange) -> None:
         asked = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("checkpoints", [""])[0]

@@ -3,25 +3,15 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
 
 from engines.protocol import TokenLogprob
 from renderers.detokenize import TokenTable
+from serve_app.schema.replies import ChatLogprob, ChatTop
 
 _LEAST = -9999.0
 
 quoted = json.encoder.encode_basestring_ascii
 encoded = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-
-
-class ChatTop(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(ChatTop):
-    top_logprobs: list[ChatTop]
 
 
 def chat_logprobs(found: Sequence[TokenLogprob], table: TokenTable) -> str:

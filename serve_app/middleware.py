@@ -21,7 +21,7 @@ from serve_app.usage import Outcome, Recorder, RequestRecord
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 

@@ -12,7 +12,7 @@ from serve_app.errors import InvalidRequest
 
 _SCHEME = "tinker://"
 _KIND = "sampler_weights"
-_MAX_CHARACTERS = 1024
+MAX_CHARACTERS = 1024
 _MAX_PART_CHARACTERS = 255  # what file systems take as one name
 _PART = re.compile(r"[A-Za-z0-9._:-]+")
 
@@ -52,8 +52,8 @@ class ModelId:
 
 def parse(text: str) -> ModelId:
     """Raises `InvalidRequest` (param `model`) that says what is malformed."""
-    if not text or len(text) > _MAX_CHARACTERS:
-        raise InvalidRequest(f"model must have 1 to {_MAX_CHARACTERS} characters, got {len(text)}.", "model")
+    if not text or len(text) > MAX_CHARACTERS:
+        raise InvalidRequest(f"model must have 1 to {MAX_CHARACTERS} characters, got {len(text)}.", "model")
     # Run ids hold colons and a base id must not swallow the checkpoint's: the scheme is looked for first.
     if text.startswith(_SCHEME):
         return ModelId(checkpoint=parse_checkpoint_path(text))

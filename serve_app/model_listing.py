@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from serve_app.auth import Caller
 from serve_app.catalog import Catalog
 from serve_app.model_id import BaseModelId
-from serve_app.schema.replies import CheckpointReply, ModelReply
+from serve_app.schema.replies import CheckpointReply, ModelList, ModelReply
 from serve_app.served_model import ServedModel
 
 _CHECKPOINT_OWNER = "user"  # as for fine-tuned models elsewhere; who exactly is nobody else's business
 
 
-async def list_models(catalog: Catalog, caller: Caller, *, with_checkpoints: bool) -> dict[str, object]:
+async def list_models(catalog: Catalog, caller: Caller, *, with_checkpoints: bool) -> ModelList:
     """Every base model that the caller may use, with its variants, and the checkpoints if asked for.
 
     `has_more` tells that there are too many checkpoints to list them all.

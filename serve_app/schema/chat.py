@@ -11,6 +11,7 @@ from pydantic_core import from_json
 
 from renderers.messages import Effort
 from serve_app.schema.completion import image_url
+from serve_app.schema.input_types import EFFORT_MAX, ArgumentsInput, ContentInput, EffortInput, ToolChoiceInput
 from serve_app.schema.sampling import MAX_LOGPROBS, SamplingFields, Section
 from serve_app.sentence import Complaint
 
@@ -71,7 +72,9 @@ def _arguments(value: object) -> str:
 def _effort(value: object) -> Effort | None:
     if value is None or isinstance(value, str | bool):
         return value
-    if isinstance(value, int | float) and abs(value) <= 1e6:  # which values a model takes is the renderer's to say
+    if (
+        isinstance(value, int | float) and abs(value) <= EFFORT_MAX
+    ):  # which values a model takes is the renderer's to say
         return value
     raise Complaint("must be a string, a number or a boolean", value)
 
@@ -100,7 +103,7 @@ def _tool_choice(value: object) -> ToolChoice | None:
 
 class FunctionCall(Section):
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: Annotated[str, PlainValidator(_arguments)]
+    arguments: Annotated[str, PlainValidator(_arguments, json_schema_input_type=ArgumentsInput)]
 
 
 class ToolCallBody(Section):
@@ -113,7 +116,9 @@ class MessageBody(Section):
     """One message; the fields that its role does not have must be unset."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[tuple[ContentPart, ...] | None, PlainValidator(_content)] = None
+    content: Annotated[
+        tuple[ContentPart, ...] | None, PlainValidator(_content, json_schema_input_type=ContentInput)
+    ] = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -162,10 +167,12 @@ class ChatBody(SamplingFields):
     messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    reasoning_effort: Annotated[Effort | None, PlainValidator(_effort)] = None
+    reasoning_effort: Annotated[Effort | None, PlainValidator(_effort, json_schema_input_type=EffortInput)] = None
     separate_reasoning: bool | None = None
     tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
-    tool_choice: Annotated[ToolChoice | None, PlainValidator(_tool_choice)] = None
+    tool_choice: Annotated[ToolChoice | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceInput)] = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

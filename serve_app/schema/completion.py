@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
+from serve_app.schema.input_types import PromptChunksInput, PromptInput
 from serve_app.schema.sampling import MAX_LOGPROBS, SamplingFields, token_ids
 from serve_app.sentence import Complaint
 
@@ -93,8 +94,10 @@ def image_url(part: dict[str, object], suffix: str) -> str:
 class CompletionBody(SamplingFields):
     """POST /completions. `max_tokens` 0 scores the prompt, together with `echo`."""
 
-    prompt: Annotated[Prompt | None, PlainValidator(_prompt)] = None
-    prompt_chunks: Annotated[tuple[PromptChunk, ...] | None, PlainValidator(_prompt_chunks)] = None
+    prompt: Annotated[Prompt | None, PlainValidator(_prompt, json_schema_input_type=PromptInput)] = None
+    prompt_chunks: Annotated[
+        tuple[PromptChunk, ...] | None, PlainValidator(_prompt_chunks, json_schema_input_type=PromptChunksInput)
+    ] = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None

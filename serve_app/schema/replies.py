@@ -1,6 +1,11 @@
-"""The parts of response bodies that both endpoints, or streams and whole replies, share."""
+"""Response bodies. Those of the generating endpoints are written out by `chunks.py`, piece by piece; what the pieces
+amount to stands here, and is what the OpenAPI description says.
+"""
 
-from typing import TypedDict
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic cannot read the one of `typing` before Python 3.12
 
 
 class CachedTokens(TypedDict):
@@ -26,14 +31,18 @@ class FunctionReply(TypedDict):
 
 class ToolCallReply(TypedDict):
     id: str
-    type: str
+    type: Literal["function"]
     function: FunctionReply
+
+
+class ToolCallDelta(ToolCallReply):
+    index: int
 
 
 class ChatMessage(TypedDict):
     """Every field is there, null when empty."""
 
-    role: str
+    role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None
     name: None
@@ -45,7 +54,7 @@ class CheckpointReply(TypedDict):
     """A checkpoint in GET /models; listing them reads no more than their names, so nobody knows when they were made."""
 
     id: str
-    object: str
+    object: Literal["model"]
     created: int
     owned_by: str
 
@@ -54,3 +63,132 @@ class ModelReply(CheckpointReply):
     """A base model in GET /models. `context_length` in tokens, prompt and completion."""
 
     context_length: int
+
+
+class ModelList(TypedDict):
+    """`has_more`: there are too many checkpoints to list them all."""
+
+    object: Literal["list"]
+    data: list[ModelReply | CheckpointReply]
+    has_more: bool
+
+
+class ChatTop(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(ChatTop):
+    top_logprobs: list[ChatTop]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+
+
+class TextLogprobs(TypedDict):
+    """One item per token in each list. Of the first token of an echoed prompt there is no log-probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class _Choice(TypedDict):
+    """The ids are there with `return_token_ids`; those of the prompt in the first chunk only."""
+
+    index: Literal[0]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class TextChoice(_Choice):
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: TextLogprobs | None
+
+
+class TextChunkChoice(_Choice):
+    text: str
+    finish_reason: Literal["stop", "length"] | None
+    logprobs: TextLogprobs | None
+
+
+class ChatChoice(_Choice):
+    message: ChatMessage
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    logprobs: ChatLogprobs | None
+
+
+class ChatDelta(TypedDict):
+    """What is new. The role is in the first chunk; a tool call comes whole."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: str | None
+    reasoning_content: str | None
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class ChatChunkChoice(_Choice):
+    delta: ChatDelta
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    logprobs: ChatLogprobs | None
+
+
+class _Whole(TypedDict):
+    id: str
+    created: int
+    model: str
+    usage: UsageReply
+
+
+class _Chunk(TypedDict):
+    """All chunks of a stream share id, created and model. With `include_usage` one more chunk, without a choice, has
+    the usage, and it is null in the others.
+    """
+
+    id: str
+    created: int
+    model: str
+    usage: NotRequired[UsageReply | None]
+
+
+class TextCompletion(_Whole):
+    object: Literal["text_completion"]
+    choices: Annotated[list[TextChoice], Field(min_length=1, max_length=1)]
+
+
+class TextCompletionChunk(_Chunk):
+    object: Literal["text_completion"]
+    choices: Annotated[list[TextChunkChoice], Field(max_length=1)]
+
+
+class ChatCompletion(_Whole):
+    object: Literal["chat.completion"]
+    choices: Annotated[list[ChatChoice], Field(min_length=1, max_length=1)]
+
+
+class ChatCompletionChunk(_Chunk):
+    object: Literal["chat.completion.chunk"]
+    choices: Annotated[list[ChatChunkChoice], Field(max_length=1)]
+
+
+class StatusReply(TypedDict):
+    status: Literal["ok", "ready"]
+
+
+class ErrorDetail(TypedDict):
+    """`param` is the path of the request field at fault; `code` says more than the status."""
+
+    message: str
+    type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(TypedDict):
+    """The body at every status but 200, and the last event of a stream that failed."""
+
+    error: ErrorDetail

@@ -8,12 +8,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from serve_app.errors import InvalidRequest
+from serve_app.schema.input_types import BIAS_MAX, TOKEN_ID_MAX, LogitBiasInput, StopInput
 from serve_app.sentence import Complaint, explain
 
 MAX_LOGPROBS = 20
 MAX_IGNORED_FIELDS = 32
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
-_TOKEN_ID_MAX = 2**31 - 1
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -67,8 +67,8 @@ def token_ids(value: list[Any], suffix: str) -> tuple[int, ...]:
     if set(map(type, value)) != {int}:  # also true and false, which are numbers in Python
         index = next(i for i, item in enumerate(value) if type(item) is not int)
         raise Complaint("must be a token id", value[index], f"{suffix}[{index}]")
-    if min(value) < 0 or max(value) > _TOKEN_ID_MAX:
-        index = next(i for i, item in enumerate(value) if not 0 <= item <= _TOKEN_ID_MAX)
+    if min(value) < 0 or max(value) > TOKEN_ID_MAX:
+        index = next(i for i, item in enumerate(value) if not 0 <= item <= TOKEN_ID_MAX)
         raise Complaint("must be a token id", value[index], f"{suffix}[{index}]")
     return tuple(value)
 
@@ -82,8 +82,8 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise Complaint("must have token ids as keys", key)
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise Complaint("must be a number from -100 to 100", bias, f".{key}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -BIAS_MAX <= bias <= BIAS_MAX:
+            raise Complaint(f"must be a number from -{BIAS_MAX} to {BIAS_MAX}", bias, f".{key}")
         biases[int(key)] = float(bias)
     return biases
 
@@ -106,9 +106,11 @@ class SamplingFields(Section):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_logit_bias)] = None
+    logit_bias: Annotated[
+        dict[int, float] | None, PlainValidator(_logit_bias, json_schema_input_type=LogitBiasInput)
+    ] = None
     seed: Annotated[int, Field(ge=_INT64_MIN, le=_UINT64_MAX)] | None = None
-    stop: Annotated[Stops | None, PlainValidator(_stops)] = None
+    stop: Annotated[Stops | None, PlainValidator(_stops, json_schema_input_type=StopInput)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

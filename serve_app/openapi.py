@@ -1,0 +1,239 @@
+"""The OpenAPI description of the service, made from the types that requests are validated with and replies are made of.
+
+What the types cannot say, such as rules between fields, is said in words. Bounds are those of the configuration.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+
+from serve_app.config import LimitsConfig
+from serve_app.errors import MAX_RETRY_AFTER_S, codes_by_status
+from serve_app.model_id import MAX_CHARACTERS
+from serve_app.openapi_texts import ABOUT, CHAT_RULES, COMPLETION_RULES, FIELDS, STATUSES, STREAM
+from serve_app.schema import replies
+from serve_app.schema.chat import ChatBody
+from serve_app.schema.completion import CompletionBody
+
+Json: TypeAlias = "str | int | bool | list[Json] | dict[str, Json] | None"
+Object: TypeAlias = dict[str, Json]
+
+_REFERENCE = "#/components/schemas/{model}"
+_BODIES = ("ChatBody", "CompletionBody")
+_TYPES: Mapping[str, tuple[JsonSchemaMode, type]] = {
+    "ChatBody": ("validation", ChatBody),
+    "CompletionBody": ("validation", CompletionBody),
+    "ChatCompletion": ("serialization", replies.ChatCompletion),
+    "ChatCompletionChunk": ("serialization", replies.ChatCompletionChunk),
+    "TextCompletion": ("serialization", replies.TextCompletion),
+    "TextCompletionChunk": ("serialization", replies.TextCompletionChunk),
+    "ModelList": ("serialization", replies.ModelList),
+    "StatusReply": ("serialization", replies.StatusReply),
+    "ErrorReply": ("serialization", replies.ErrorReply),
+}
+DESCRIBE_US = 30_000
+_GENERATING = (400, 401, 404, 413, 415, 422, 429, 500, 503)
+
+
+def describe_api(limits: LimitsConfig) -> bytes:
+    """The description as JSON. Takes about `DESCRIBE_US` microseconds."""
+    document: Object = {
+        "openapi": "3.1.1",
+        "info": {"title": "Roundhouse", "version": "1", "description": ABOUT},
+        "servers": [{"url": "/"}, {"url": "/services/tinker-prod/oai/api", "description": "The same under /v1."}],
+        "security": [{"key": []}],
+        "paths": _paths(limits),
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "An API key."}},
+            "headers": _headers(),
+            "schemas": _schemas(limits),
+        },
+    }
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class _Untitled(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: object) -> bool:
+        """A field's name is title enough."""
+        return False
+
+
+def _schemas(limits: LimitsConfig) -> Object:
+    adapters: list[tuple[str, JsonSchemaMode, TypeAdapter[object]]] = [
+        (name, mode, TypeAdapter(kind)) for name, (mode, kind) in _TYPES.items()
+    ]
+    _, found = TypeAdapter.json_schemas(adapters, ref_template=_REFERENCE, schema_generator=_Untitled)
+    schemas: Object = {name: found["$defs"][name] for name in sorted(_reached(found["$defs"], _TYPES))}
+    described = set()
+    for body in _BODIES:
+        properties = _object(_object(schemas, body), "properties")
+        for name in properties:
+            _object(properties, name)["description"] = FIELDS[name]
+            described.add(name)
+        _bound(properties, limits)
+    schemas["Description"] = {"type": "object", "required": ["openapi"]}
+    assert described == set(FIELDS), "a description is left of a field that is gone"
+    return schemas
+
+
+def _reached(schemas: Object, names: Iterable[str]) -> set[str]:
+    """These and all they refer to; the types that validators of ours return are among the schemas too."""
+    reached: set[str] = set()
+    left = list(names)
+    while left:
+        name = left.pop()
+        if name not in reached:
+            reached.add(name)
+            left += re.findall(r'"#/components/schemas/(\w+)"', json.dumps(schemas[name]))
+    return reached
+
+
+def _bound(properties: Object, limits: LimitsConfig) -> None:
+    """Add what is not judged by the types, but with the configuration at hand."""
+    _object(properties, "model").update({"minLength": 1, "maxLength": MAX_CHARACTERS})
+    most = {"messages": limits.messages, "prompt_chunks": limits.messages, "tools": limits.tools}
+    for name, count in {**most, "stop": limits.stop_sequences}.items():
+        for schema in _alternatives(properties, name, "array"):
+            schema["maxItems"] = count
+    for schema in _alternatives(properties, "logit_bias", "object"):
+        schema["maxProperties"] = limits.logit_bias_entries
+    for schema in _alternatives(properties, "stop", "array"):
+        items = _object(schema, "items")
+        if items["type"] == "string":
+            items["maxLength"] = limits.stop_length
+    for schema in _alternatives(properties, "stop", "string"):
+        schema["maxLength"] = limits.stop_length
+
+
+def _alternatives(properties: Object, name: str, kind: str) -> Iterator[Object]:
+    """The schemas of that kind among those that a property may have."""
+    if name not in properties:
+        return
+    schema = _object(properties, name)
+    choices = schema.get("anyOf", [schema])
+    assert isinstance(choices, list)
+    for choice in choices:
+        assert isinstance(choice, dict)
+        if choice.get("type") == kind:
+            yield choice
+
+
+def _object(parent: Object, name: str) -> Object:
+    child = parent[name]
+    assert isinstance(child, dict)
+    return child
+
+
+def _paths(limits: LimitsConfig) -> Object:
+    with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: checkpoints too.")
+    return {
+        "/v1/chat/completions": {"post": _generating("ChatCompletion", "ChatBody", CHAT_RULES, limits)},
+        "/v1/completions": {"post": _generating("TextCompletion", "CompletionBody", COMPLETION_RULES, limits)},
+        "/v1/models": {
+            "get": _operation(
+                "listModels",
+                "The base models that the key may use, and their variants.",
+                _responses("ModelList", (401, 500, 503)),
+                (with_checkpoints,),
+            )
+        },
+        "/v1/models/{id}": {
+            "get": _operation(
+                "retrieveModel",
+                "A base model, a variant or a checkpoint.",
+                _responses("ModelReply", (400, 401, 404, 422, 500, 503)),
+                (_parameter("path", "id", "Percent-encoded, slashes too."),),
+            )
+        },
+        "/v1/models/{slug}/endpoints": {
+            "get": _operation(
+                "listEndpoints",
+                "The endpoints of a marketplace slug. There are no slugs here: the answer is 404.",
+                _responses(None, (401, 404, 500)),
+                (_parameter("path", "slug", "Percent-encoded, slashes too."),),
+            )
+        },
+        "/healthz": {"get": _open("isAlive", "Whether the process answers.", "StatusReply", (500,))},
+        "/readyz": {"get": _open("isReady", "Whether every model can produce a token.", "StatusReply", (500, 503))},
+        "/openapi.json": {"get": _open("describe", "This description.", "Description", (500,))},
+    }
+
+
+def _generating(reply: str, body: str, rules: str, limits: LimitsConfig) -> Object:
+    responses = _responses(reply, _GENERATING)
+    for status in responses:
+        _object(_object(responses, status), "headers")["x-ignored-fields"] = _header("x-ignored-fields")
+    whole = _object(responses, "200")
+    content = _object(whole, "content")
+    stream: Object = {"type": "string", "description": STREAM.format(chunk=f"{reply}Chunk")}
+    whole["content"] = {**content, "text/event-stream": {"schema": stream}}
+    description = f"Unknown fields are ignored, null is unset. At most {limits.body_bytes} bytes of UTF-8."
+    return {
+        **_operation(f"create{reply}", rules, responses),
+        "requestBody": {"required": True, "description": description, "content": _json(body)},
+    }
+
+
+def _open(name: str, description: str, reply: str, failures: Iterable[int]) -> Object:
+    """For these paths no key is needed, and they have no other prefix."""
+    return {**_operation(name, description, _responses(reply, failures)), "security": [], "servers": [{"url": "/"}]}
+
+
+def _operation(name: str, description: str, responses: Object, parameters: Iterable[Json] = ()) -> Object:
+    request_id = _parameter("header", "x-request-id", "Comes back if it is 1 to 128 letters, digits and `._:-`.")
+    return {
+        "operationId": name,
+        "description": description,
+        "parameters": [*parameters, request_id],
+        "responses": responses,
+    }
+
+
+def _parameter(place: str, name: str, description: str) -> Object:
+    schema: Object = {"type": "string", "minLength": 1} if place == "path" else {"type": "string"}
+    return {"name": name, "in": place, "required": place == "path", "description": description, "schema": schema}
+
+
+def _responses(reply: str | None, failures: Iterable[int]) -> Object:
+    """What the table of errors says about each status. `reply` None: it cannot succeed."""
+    codes = codes_by_status()
+    found: Object = {}
+    if reply is not None:
+        found["200"] = {"description": "The reply.", "headers": _headers_of(200), "content": _json(reply)}
+    for status in failures:
+        named = ", ".join(f"`{code}`" for code in codes[status])
+        description = f"{STATUSES[status]} Codes: {named}." if named else STATUSES[status]
+        found[str(status)] = {
+            "description": description,
+            "headers": _headers_of(status),
+            "content": _json("ErrorReply"),
+        }
+    return found
+
+
+def _headers_of(status: int) -> Object:
+    more = {404: ["retry-after"], 429: ["retry-after"], 500: ["x-should-retry"], 503: ["retry-after", "x-should-retry"]}
+    return {name: _header(name) for name in ["x-request-id", *more.get(status, [])]}
+
+
+def _header(name: str) -> Object:
+    return {"$ref": f"#/components/headers/{name}"}
+
+
+def _headers() -> Object:
+    texts = {
+        "x-request-id": "The id of this request in the logs.",
+        "x-ignored-fields": "The fields of the body that had no effect, with commas; there only if there are any.",
+        "x-should-retry": "`false`: another try will not help.",
+    }
+    wait: Object = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}
+    headers: Object = {name: {"description": text, "schema": {"type": "string"}} for name, text in texts.items()}
+    return {**headers, "retry-after": {"description": "Seconds, where another try can succeed.", "schema": wait}}
+
+
+def _json(schema: str) -> Object:
+    return {"application/json": {"schema": {"$ref": _REFERENCE.format(model=schema)}}}

@@ -1,0 +1,80 @@
+"""The words of the OpenAPI description."""
+
+from collections.abc import Mapping
+
+ABOUT = """\
+Base language models and the LoRA checkpoints trained on them, as OpenAI's clients expect them.
+
+Every response but 200 has the one body `ErrorReply`. Integers are written without a fraction: `1.0` is refused.
+Which models there are, how long their context is and whether they chat, call tools or see is not said here: ask
+`/v1/models`.
+"""
+
+_MODEL_RULES = """\
+Prompt and reply must fit into the model's context. With `stream: true` the reply is a stream of server-sent events;
+`stream_options` needs it.
+"""
+
+CHAT_RULES = f"""\
+The next message of a conversation.
+
+{_MODEL_RULES}
+`top_logprobs` needs `logprobs`. `tool_choice` other than `none` and `auto` needs `tools`, and a model that calls tools.
+A message has the fields of its role only: `reasoning_content` and `tool_calls` are an assistant's, `tool_call_id` is a
+tool's, which needs it. Only an assistant's `content` may be null. The names of tools are unique.
+"""
+
+COMPLETION_RULES = f"""\
+The continuation of a prompt.
+
+{_MODEL_RULES}
+Exactly one of `prompt` and `prompt_chunks` is set. `echo` needs `prompt`, and `max_tokens: 0` needs `echo`.
+"""
+
+STREAM = """\
+With `stream: true`: `data: ` and a `{chunk}`, again and again, then `data: [DONE]`. A stream that fails ends with
+`data: ` and an `ErrorReply`, without `[DONE]`. Lines that begin with a colon are comments.
+"""
+
+FIELDS: Mapping[str, str] = {
+    "model": "A base model, a variant of it, a checkpoint (`tinker://run/sampler_weights/name`), or base`;`checkpoint.",
+    "temperature": "0: the most likely token. Unset: 1.",
+    "top_p": "Sample from the most likely tokens that have this probability together. Unset: 1.",
+    "top_k": "Sample from this many tokens. 0, -1 or unset: from all.",
+    "min_p": "Sample from tokens that are at least this likely, relative to the most likely one.",
+    "presence_penalty": "Subtracted from the logits of tokens that the reply has already.",
+    "frequency_penalty": "Subtracted as often as the reply has the token.",
+    "repetition_penalty": "Divides the logits of tokens of prompt and reply; above 1 makes them less likely. Unset: 1.",
+    "logit_bias": "Added to the logits of these tokens, by their ids in decimal.",
+    "seed": "The same seed, request and model give the same reply. Unset: a random one.",
+    "stop": "Text that ends the reply and is not in it, or token ids that end it. The model's own always do.",
+    "stream": "Send the reply as it is generated.",
+    "stream_options": "`include_usage`: one more chunk with the usage. Needs `stream`.",
+    "return_token_ids": "Return the ids of prompt and reply.",
+    "prompt_cache_key": "Requests with the same key prefer the same replica, where their prompts may be cached.",
+    "prompt": "Text or token ids; a list that holds one prompt is that prompt.",
+    "prompt_chunks": "A prompt in pieces: token ids, and images for models that see.",
+    "max_tokens": "Of the reply. Unset: up to the end of the context.",
+    "logprobs": "Return log-probabilities; for completions a number, of how many alternatives per token.",
+    "echo": "Repeat the prompt before the reply, with its log-probabilities if they are asked for.",
+    "messages": "The conversation.",
+    "max_completion_tokens": "The same as `max_tokens`, and wins over it.",
+    "reasoning_effort": "Which values there are depends on the model; a refusal lists them.",
+    "separate_reasoning": "false: reasoning stands in `content`, before the text. Unset: true.",
+    "tools": "What the model may call.",
+    "tool_choice": "What the reply is checked against; one that breaks it is 422. Unset: `auto`.",
+    "parallel_tool_calls": "false: a reply with more than one call is 422.",
+    "top_logprobs": "Alternatives per token. Needs `logprobs`.",
+}
+
+STATUSES: Mapping[int, str] = {
+    400: "The request cannot be served as it is; the message names field, limit and value.",
+    401: "No key, or not a valid one.",
+    404: "No such model, or not for this key.",
+    413: "The body is too large.",
+    415: "The body is not declared as plain JSON.",
+    422: "The reply broke `tool_choice` or `parallel_tool_calls`, or the checkpoint cannot be served.",
+    429: "The queue is full or a limit of the key is reached; nothing was run.",
+    500: "A fault of the service.",
+    503: "Nothing can serve this now.",
+}
