@@ -1,14 +1,19 @@
 """What Serve's HTTP servers do to requests before anything else; named by an environment variable in config.yaml."""
 
+import re
 from collections.abc import Iterable
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Serve obeys these from anybody: the one cuts a request off without a final event, the other keeps a generation
-# running for a client that has gone.
-_SERVES_OWN = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
+# Serve obeys these from anybody: the first cuts a request off without a final event, the second keeps a generation
+# running for a client that has gone, the others choose an ingress. "-" and "_" are the same to it in some of them, and
+# one that is not UTF-8 it answers with 500 in plain text.
+_SERVES_OWN = re.compile(
+    rb"x-request-timeout-seconds|x-request-disconnect-disabled|serve-multiplexed-model-id|x-session-id|x-serve-router-.*"
+)
 _REQUEST_ID = b"x-request-id"
+_SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # which of these come back is `middleware.Identify`'s to say
 
 
 class EdgeHeaders:
@@ -29,8 +34,14 @@ class EdgeHeaders:
                 message["headers"] = _with_one_id(message["headers"])
             await send(message)
 
-        kept = [(name, value) for name, value in scope["headers"] if name.lower() not in _SERVES_OWN]
+        kept = [(name, value) for name, value in scope["headers"] if _is_for_us(name.lower(), value)]
         await self._app({**scope, "headers": kept}, receive, send_one_id)
+
+
+def _is_for_us(name: bytes, value: bytes) -> bool:
+    if name == _REQUEST_ID:
+        return _SANE_ID.fullmatch(value) is not None
+    return not _SERVES_OWN.fullmatch(name.replace(b"_", b"-"))
 
 
 def _with_one_id(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

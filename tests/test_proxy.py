@@ -3,6 +3,7 @@
 import asyncio
 
 import httpx
+import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -17,7 +18,7 @@ async def echo(request: Request) -> JSONResponse:
     return response
 
 
-def get(headers: dict[str, str]) -> httpx.Response:
+def get(headers: dict[str, str] | httpx.Headers) -> httpx.Response:
     async def main() -> httpx.Response:
         app = EdgeHeaders(Starlette(routes=[Route("/", echo)]))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
@@ -27,10 +28,27 @@ def get(headers: dict[str, str]) -> httpx.Response:
 
 
 def test_headers_that_steer_serve_are_taken_away():
-    sent = {"X-Request-Timeout-Seconds": "0.1", "x-request-disconnect-disabled": "?1", "x-kept": "yes"}
-    names = [name for name, _ in get(sent).json()]
+    steering = {
+        "X-Request-Timeout-Seconds": "0.1",
+        "x-request-disconnect-disabled": "?1",
+        "serve_multiplexed_model_id": "m",
+        "Serve-Multiplexed-Model-Id": "m",
+        "X-Session-Id": "s",
+        "x_session_id": "s",
+        "x-serve-router-replica": "r",
+    }
+    names = [name for name, _ in get({**steering, "x-kept": "yes"}).json()]
     assert "x-kept" in names
-    assert not {"x-request-timeout-seconds", "x-request-disconnect-disabled"} & set(names)
+    assert not {name.lower() for name in steering} & set(names)
+
+
+@pytest.mark.parametrize("value", ["\xe9", "", "a b", "x" * 129])
+def test_a_request_id_that_serve_could_not_read_is_taken_away(value):
+    headers = httpx.Headers([(b"x-request-id", value.encode("latin-1")), (b"x-kept", b"yes")])
+    names = [name for name, _ in get(headers).json()]
+    assert "x-kept" in names
+    assert "x-request-id" not in names
+    assert ["x-request-id", "mine"] in get(httpx.Headers({"x-request-id": "mine"})).json()
 
 
 def test_of_two_request_ids_the_services_own_stays():

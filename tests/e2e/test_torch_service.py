@@ -12,6 +12,7 @@ import openai
 import pytest
 from conftest import Service, eventually
 from demo_modules import ROOT
+from sample_code import run_python, sample
 from service_config import model
 from test_clients_leave import hang_up_at_random
 
@@ -108,6 +109,23 @@ def test_the_tools_checkpoint_thinks_and_calls(sdk):
     )
     assert "18" in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_documents_tool_loop_runs_as_it_stands(sdk):
+    def has_used_the_result(left: dict[str, Any]) -> bool:
+        called = [call.function.name for call in left["reply"].tool_calls or ()]
+        return called == ["get_weather"] and "18" in (left["response"].choices[0].message.content or "")
+
+    # It is sampled at temperature 1: of a few runs one must go the whole way.
+    runs = (run_python(sample("chat_tool_calls.py"), client=sdk, MODEL=TOOLS) for _ in range(3))
+    assert any(map(has_used_the_result, runs))
+
+
+def test_the_documents_conversation_of_several_turns_runs_as_it_stands(sdk):
+    left = run_python(sample("chat_multi_turn.py"), client=sdk, MODEL=TOOLS)
+    assert left["messages"][1]["content"] == left["reply"].content
+    assert left["response"].usage.prompt_tokens > 30
+    assert left["response"].choices[0].finish_reason == "stop"
 
 
 def test_a_checkpoint_is_sampled_by_the_request_after_its_last_byte(sdk, store):
