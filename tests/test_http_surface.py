@@ -99,6 +99,28 @@ def test_ignored_fields_are_named_in_streams_and_refusals_too(edge: RunningEdge)
     assert edge.complete(max_tokens=5000, best_of=3).headers["x-ignored-fields"] == "best_of"
 
 
+def test_fields_that_are_ignored_within_others_are_named_by_their_place(edge: RunningEdge) -> None:
+    parts = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "unset": None}]
+    call = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}", "strict": True}}
+    messages = [
+        {"role": "user", "content": parts, "weight": 1},
+        {"role": "user", "content": parts, "weight": 1},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+    ]
+    options = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    names = edge.post("/chat/completions", model=CHAT, messages=messages, max_tokens=1, **options).headers
+    assert names["x-ignored-fields"].split(", ") == [
+        "stream_options.include_obfuscation",
+        "messages[].weight",
+        "messages[].content[].cache_control",
+        "messages[].tool_calls[].index",
+        "messages[].tool_calls[].function.strict",
+    ]
+    chunks = [{"type": "tokens", "tokens": [1], "note": 1}]
+    response = edge.complete(None, prompt_chunks=chunks, max_tokens=1)
+    assert response.headers["x-ignored-fields"] == "prompt_chunks[].note"
+
+
 def test_names_of_ignored_fields_are_safe_in_a_header(edge: RunningEdge) -> None:
     odd = {"a\r\nset-cookie: x": 1, "ä": 1, "z" * 200: 1, "": 1}
     many = {f"f{i}": 1 for i in range(100)}

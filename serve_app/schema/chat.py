@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from renderers.messages import Effort
 from serve_app.schema.completion import image_url
 from serve_app.schema.input_types import EFFORT_MAX, ArgumentsInput, ContentInput, EffortInput, ToolChoiceInput
-from serve_app.schema.sampling import MAX_LOGPROBS, SamplingFields, Section
+from serve_app.schema.sampling import MAX_LOGPROBS, SamplingFields, Section, first_distinct, unknown_names
 from serve_app.sentence import Complaint
 
 _MAY_OVERFLOW = re.compile(r"[eE]\+?0*[0-9]{3}|[0-9]{300}")
@@ -20,12 +20,16 @@ _MAY_OVERFLOW = re.compile(r"[eE]\+?0*[0-9]{3}|[0-9]{300}")
 
 @dataclass(frozen=True, slots=True)
 class TextContent:
+    """`unknown`: the names of the part's other fields."""
+
     text: str
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ImageContent:
     url: str
+    unknown: tuple[str, ...] = ()
 
 
 ContentPart = TextContent | ImageContent
@@ -49,9 +53,9 @@ def _part(part: object, suffix: str) -> ContentPart:
         text = part.get("text")
         if not isinstance(text, str):
             raise Complaint("must be a string", text, f"{suffix}.text")
-        return TextContent(text)
+        return TextContent(text, unknown_names(part, "type", "text"))
     if kind == "image_url":
-        return ImageContent(image_url(part, suffix))
+        return ImageContent(image_url(part, suffix), unknown_names(part, "type", "image_url"))
     raise Complaint('must be "text" or "image_url"', kind, f"{suffix}.type")
 
 
@@ -124,6 +128,15 @@ class MessageBody(Section):
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
+    def ignored_fields(self) -> Iterator[str]:
+        """Of the message and of what is in it."""
+        yield from self.unknown_fields()
+        for part in self.content or ():
+            yield from (f"content[].{name}" for name in part.unknown)
+        for call in self.tool_calls or ():
+            yield from (f"tool_calls[].{name}" for name in call.unknown_fields())
+            yield from (f"tool_calls[].function.{name}" for name in call.function.unknown_fields())
+
 
 class FunctionBody(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
@@ -178,5 +191,5 @@ class ChatBody(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def ignored_fields(self, raw: Mapping[str, object]) -> tuple[str, ...]:
-        inner = {f"messages[].{name}" for message in self.messages for name in message.unknown_fields()}
-        return (*SamplingFields.ignored_fields(self, raw), *sorted(inner))
+        inner = (f"messages[].{name}" for message in self.messages for name in message.ignored_fields())
+        return (*SamplingFields.ignored_fields(self, raw), *first_distinct(inner))

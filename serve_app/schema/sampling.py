@@ -1,6 +1,6 @@
 """The request fields that both endpoints share."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, TypeVar
@@ -26,6 +26,21 @@ class Section(BaseModel):
     def unknown_fields(self) -> list[str]:
         """Names of the fields that this service does not know and that the caller set."""
         return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
+
+def unknown_names(part: Mapping[str, object], *known: str) -> tuple[str, ...]:
+    """Of an object that no model reads: the names of the fields that are set besides the known ones."""
+    return tuple(name for name, value in part.items() if value is not None and name not in known)
+
+
+def first_distinct(names: Iterable[str]) -> tuple[str, ...]:
+    """As many as are shown: a large body may hold very many names."""
+    found: dict[str, None] = {}
+    for name in names:
+        found[name] = None
+        if len(found) == MAX_IGNORED_FIELDS:
+            break
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
