@@ -131,11 +131,13 @@ class Catalog:
                 raise InvalidRequest(f"The checkpoint {path} does not tell its base: use '<base>;{path}'.", "model")
             return named
         own = self._known_as.get(trained_on) or self._known_as.get(trained_on.partition(":")[0])
+        if own is not None and not _may_use(caller, own):
+            raise _not_found(str(path))  # what it was trained on is nothing for this caller to know
         if named is not None and named[0] is not own:
             raise InvalidRequest(
                 f"The checkpoint {path} was trained on {trained_on!r}, not on {named[0].id!r}.", "model"
             )
-        if own is None or not _may_use(caller, own):
+        if own is None:
             raise ModelNotFound(f"The base {trained_on!r} of the checkpoint {path} is not served.", "model")
         if named is not None:
             return named

@@ -59,10 +59,23 @@ def test_ones_own_and_public_checkpoints_are_served(edge: RunningEdge, owner: st
     assert edge.script.requests[-1].adapter.digest == "d1"
 
 
-def test_a_checkpoint_on_a_base_that_the_key_may_not_use_is_404(edge: RunningEdge) -> None:
+@pytest.mark.parametrize("form", ["{}", f"{BASE};{{}}"])
+def test_a_checkpoint_on_a_base_that_the_key_may_not_use_is_404_like_an_unknown_one(
+    edge: RunningEdge, form: str
+) -> None:
     edge.checkpoints.held[PATH] = StoredCheckpoint("d1")
-    response = edge.post("/completions", key=OTHER_KEY, model=PATH, prompt="x")
-    assert refused(response, 404) == (f"The base {CHAT!r} of the checkpoint {PATH} is not served.", "model")
+    there = edge.post("/completions", key=OTHER_KEY, model=form.format(PATH), prompt="x")
+    unknown = edge.post("/completions", key=OTHER_KEY, model=form.format(PATH + "1"), prompt="x")
+    message = f"The model {PATH!r} does not exist, or this key may not use it."
+    assert (there.status_code, there.json()) == (404, error(message, param="model", code="model_not_found"))
+    assert unknown.json()["error"] == there.json()["error"] | {"message": message.replace(PATH, PATH + "1")}
+
+
+def test_a_checkpoint_on_a_base_that_is_not_served_is_404_that_says_which(edge: RunningEdge) -> None:
+    edge.checkpoints.held[PATH] = StoredCheckpoint("d1", base_model="other/Base")
+    response = edge.complete(model=PATH)
+    message = f"The base 'other/Base' of the checkpoint {PATH} is not served."
+    assert (response.status_code, response.json()) == (404, error(message, param="model", code="model_not_found"))
 
 
 def test_a_checkpoint_on_another_base_than_its_own_is_400(edge: RunningEdge) -> None:
