@@ -127,7 +127,8 @@ class ModelRunner:
         count = logit_rows.shape[0]
         if self._exact:
             logit_rows = F.pad(logit_rows, (0, -count % TILE_ROWS))
-        with RowTiles() if self._tiled else nullcontext():
+        # The kernels give every row its own bits; what they leave to torch (adapters of the embedding) must too.
+        with RowTiles() if self._tiled or self._native is not None else nullcontext():
             if self._native is not None:
                 return self._native.run(batch, logit_rows)
             output = self._model(

@@ -193,6 +193,8 @@ def _reachable(host: str) -> str:
 def _child_environment() -> dict[str, str]:
     environment = dict(os.environ)  # noqa: TID251 - handed on as it is, not read
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray lets its workers give way to everything else on the machine (15). The replicas are what this machine is for.
+    environment.setdefault("RAY_worker_niceness", "0")
     # Workers start elsewhere and must find this package even when it is not installed.
     checkout = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (checkout, environment.get("PYTHONPATH"))))

@@ -3,7 +3,7 @@ in bfloat16, on the instructions of this machine and on those that every machine
 """
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +14,19 @@ from engine_harness import (
     adapter,
     clear_prompt,
     engine_config,
+    explosive_folder,
     prompt_of,
     reference_greedy,
     request,
 )
+from torch import nn
 
 from engines import self_test
 from engines.errors import ModelRefused
 from engines.model_loader import load_model
 from engines.model_runner import ModelRunner
 from engines.native.build import library_path
+from engines.native.structure import Unsupported, read_structure
 
 SOURCES = Path(__file__).parent.parent / "engines" / "native" / "src"
 MODELS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")
@@ -77,7 +80,9 @@ def test_bits_do_not_depend_on_company_or_chunking(kernels: str, name: str, dtyp
     asked = [(prompt_of(7 + 23 * i), adapter(name, kind) if kind else None) for i, kind in enumerate(KINDS)]
     with DrivenEngine(engine_config(name, **settings, threads=1)) as whole:
         alone = [seen(whole.one(request(p, adapter=bound, logprobs=3))) for p, bound in asked]
-    with DrivenEngine(engine_config(name, **settings, threads=3, max_step_tokens=19)) as chunked:
+    with DrivenEngine(
+        engine_config(name, **settings, threads=3, max_step_tokens=19, max_step_tokens_decoding=16)
+    ) as chunked:
         together = chunked.generate(*[request(p, adapter=bound, logprobs=3) for p, bound in asked])
     assert [seen(result) for result in together] == alone
 
@@ -86,10 +91,39 @@ def seen(result: Result) -> object:
     return result.token_ids, result.logprobs, result.error
 
 
+def derive_the_mlp(mlp: nn.Module) -> None:
+    mlp.__class__ = type("MyMLP", (type(mlp),), {})
+
+
+def replace_a_forward(mlp: nn.Module) -> None:
+    mlp.forward = lambda x: x
+
+
 def test_kernels_that_were_demanded_and_cannot_be_had_are_an_error(tmp_path: Path) -> None:
     config = engine_config("gemma2", attention="native", kernel_cache=str(tmp_path))
-    with pytest.raises(ModelRefused, match="attention = 'native' is not possible here: soft caps or attention sinks"):
+    with pytest.raises(ModelRefused, match="attention = 'native' is not possible here: a model of class Gemma2ForCaus"):
         DrivenEngine(config)
+
+
+def test_a_model_with_code_of_its_own_is_not_computed_as_what_it_was_derived_from(kernels: str) -> None:
+    settings = {"source": str(explosive_folder()), "trust_remote_code": True, "self_test": False}
+    config = engine_config(**settings, attention="native", kernel_cache=kernels)
+    with pytest.raises(ModelRefused, match="'native' is not possible here: a model of class ExplosiveForCausalLM"):
+        DrivenEngine(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (derive_the_mlp, r"model\.layers\.1\.mlp is of class MyMLP, which is not transformers' own"),
+        (replace_a_forward, r"model\.layers\.1\.mlp has a forward of its own"),
+    ],
+)
+def test_a_changed_module_is_not_computed_as_what_it_was(change: Callable[[nn.Module], None], reason: str) -> None:
+    loaded = load_model(engine_config("llama"))
+    change(loaded.model.model.layers[1].mlp)
+    with pytest.raises(Unsupported, match=reason):
+        read_structure(loaded, {})
 
 
 def test_a_cache_folder_that_cannot_be_used_leaves_torch(tmp_path: Path) -> None:

@@ -152,9 +152,8 @@ def test_a_full_queue_is_said_at_once_and_passes(engines: Engines) -> None:
     assert_unused(engine)
 
 
-@BOTH
-def test_a_request_whose_forward_raises_fails_alone(attention: str) -> None:
-    config = engine_config(source=str(explosive_folder()), attention=attention, trust_remote_code=True, self_test=False)
+def test_a_request_whose_forward_raises_fails_alone() -> None:
+    config = engine_config(source=str(explosive_folder()), trust_remote_code=True, self_test=False)
     with DrivenEngine(config) as engine:
         good = [good_request(length=length) for length in (5, 20, 40)]
         bad = [request((3, RAISES, 4)), request((RAISES,))]

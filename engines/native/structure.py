@@ -9,7 +9,7 @@ from torch import nn
 from engines.attention.interface import Attention
 from engines.model_loader import LoadedModel
 
-_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Decoder layers that are: norm, attention, add, norm, gated SiLU, add. The self-test checks the claim."""
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -56,6 +56,7 @@ def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> Deco
         raise Unsupported(f"{loaded.dtype} on {loaded.device}")
     base: Any = getattr(model, "model", None)
     layers = getattr(base, "layers", None)
+    _require_own_classes(model)
     if not isinstance(layers, nn.ModuleList) or len(layers) != len(attention):
         raise Unsupported("no plain list of decoder layers")
     if any(a.softcap is not None or a.sinks is not None for a in attention.values()):
@@ -83,9 +84,22 @@ def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> Deco
     return found
 
 
+def _require_own_classes(model: nn.Module) -> None:
+    """The kernels know what transformers' classes compute. A class that somebody derived from one, or a `forward` that
+    was put in the place of one, may compute something else, which would be passed by.
+    """
+    family = type(model).__name__.removesuffix("ForCausalLM")
+    if family not in _FAMILIES:
+        raise Unsupported(f"a model of class {type(model).__name__}")
+    for path, module in model.named_modules():
+        kind = type(module)
+        if not kind.__module__.startswith(("transformers.models.", "transformers.activations", "torch.nn.modules.")):
+            raise Unsupported(f"{path or 'the model'} is of class {kind.__name__}, which is not transformers' own")
+        if "forward" in vars(module):
+            raise Unsupported(f"{path or 'the model'} has a forward of its own")
+
+
 def _layer_parts(layer: Any) -> LayerParts:
-    if type(layer).__name__ not in _LAYERS:
-        raise Unsupported(f"layers of class {type(layer).__name__}")
     attention, mlp = layer.self_attn, layer.mlp
     linears: list[Any] = [getattr(attention, name, None) or getattr(mlp, name, None) for name in MODULES]
     if any(type(linear) is not nn.Linear for linear in linears):

@@ -1,0 +1,247 @@
+"""How the service grows: tokens per second over streams, prompt length and number of checkpoints, what a prefill costs
+those who decode, and what a checkpoint costs in memory.
+
+    python tests/bench/growth.py --store FOLDER [--rounds 3]
+
+makes the checkpoints that it needs under FOLDER (5 GB), starts the demo model with the demo's settings, measures, and
+writes the tables into `README.md` and the plot into `growth.svg` beside this file. Points are measured in turn, round
+after round, so that what the machine's neighbours do falls on all of them; figures are medians over the rounds.
+"""
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench_service import APP, BASE, KEY, MODEL_FOLDER, running
+from load import Load, run
+from make_adapters import make
+
+from serve_app.deploy_config import free_port
+from serve_app.processes import command_line, descendants
+
+HERE = Path(__file__).parent
+STREAMS = (1, 2, 4, 8, 16, 32, 64)
+PROMPTS = (128, 512, 1024, 2048, 4096)
+CHECKPOINTS = (0, 1, 8, 64, 256, 1000)
+RANKS = (4, 8, 16, 64)
+
+Figures = Mapping[str, Any]
+Measure = Callable[[int], Figures]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A running service, and the model ids of its checkpoints."""
+
+    url: str
+    checkpoints: tuple[str, ...]
+    mixed: tuple[str, ...]
+
+    def load(self, models: Iterable[str] = (BASE,), **changes: Any) -> Load:
+        return replace(Load(self.url, tuple(models), key=KEY), **changes)
+
+
+def measured(load: Load) -> Figures:
+    figures = asyncio.run(run(load))
+    if figures["errors"]:
+        raise SystemExit(f"{figures['errors']} requests failed: {figures['error']}")
+    return figures
+
+
+def over_streams(bench: Bench, streams: int, seed: int) -> Figures:
+    return measured(bench.load(streams=streams, requests=max(4, 2 * streams), seed=seed))
+
+
+def over_prompts(bench: Bench, tokens: int, seed: int) -> Figures:
+    """Prefill alone, and decoding on contexts of that length."""
+    short = measured(bench.load(streams=8, requests=8, prompt_tokens=tokens, max_tokens=1, seed=seed))
+    long = measured(bench.load(streams=8, requests=8, prompt_tokens=tokens, max_tokens=64, seed=seed + 100))
+    decode_s = max(long["wall_s"] - short["wall_s"], 1e-3)
+    return {**long, "prefill_tokens_per_s": tokens * short["requests_per_s"], "decode_tokens_per_s": 8 * 63 / decode_s}
+
+
+def over_checkpoints(bench: Bench, count: int, seed: int) -> Figures:
+    models = bench.checkpoints[:count] or (BASE,)
+    return measured(bench.load(models, streams=32, requests=96, zipf=1.0 if count > 8 else 0.0, seed=seed))
+
+
+def with_ranks(bench: Bench, mixed: bool, seed: int) -> Figures:
+    models = bench.mixed if mixed else bench.checkpoints[: len(bench.mixed)]
+    return measured(bench.load(models, streams=32, requests=96, seed=seed))
+
+
+async def _beside_prefill(bench: Bench, seed: int) -> tuple[Figures, Figures]:
+    """Eight streams that decode, quiet and beside one 1,024-token prompt after the other."""
+    decoding = bench.load(streams=8, requests=8, prompt_tokens=128, max_tokens=192)
+    quiet = await run(replace(decoding, seed=seed))
+    prompts = asyncio.create_task(_prompts_without_end(bench.load(prompt_tokens=1024, max_tokens=1, streams=1), seed))
+    busy = await run(replace(decoding, seed=seed + 100))
+    prompts.cancel()
+    return quiet, busy
+
+
+async def _prompts_without_end(load: Load, seed: int) -> None:
+    number = 0
+    while True:
+        number += 1
+        await run(replace(load, requests=1, seed=1000 * seed + number))
+
+
+def beside_prefill(bench: Bench, seed: int) -> Figures:
+    quiet, busy = asyncio.run(_beside_prefill(bench, seed))
+    return {
+        "quiet_ms": quiet["gap_ms"][1],
+        "busy_ms": busy["gap_ms"][1],
+        "times": busy["gap_ms"][1] / quiet["gap_ms"][1],
+    }
+
+
+def resident_bytes() -> int:
+    """Resident memory of the model's process."""
+    for pid in descendants():
+        if f"ServeReplica:{APP}:engine" in " ".join(command_line(pid)):
+            status = Path(f"/proc/{pid}/status").read_text()
+            return 1024 * int(status.partition("VmRSS:")[2].split()[0])
+    raise SystemExit("the model's process was not found")
+
+
+def load_all(bench: Bench) -> float:
+    """Ask every checkpoint for one token; bytes of memory that each has added."""
+    measured(bench.load(bench.checkpoints[:8], streams=8, requests=8, max_tokens=1))
+    before = resident_bytes()
+    rest = bench.checkpoints[8:]
+    measured(bench.load(rest, streams=32, requests=len(rest), prompt_tokens=16, max_tokens=1))
+    return (resident_bytes() - before) / len(rest)
+
+
+@dataclass(slots=True)
+class Results:
+    """Figures of every round, by table and row."""
+
+    tables: dict[str, dict[Any, list[Figures]]]
+
+    def median(self, table: str, row: Any, figure: Callable[[Figures], float]) -> float:
+        return statistics.median(figure(figures) for figures in self.tables[table][row])
+
+
+def measure_all(bench: Bench, rounds: int) -> Results:
+    def points(seed: int) -> Iterable[tuple[str, Any, Figures]]:
+        for streams in STREAMS:
+            yield "streams", streams, over_streams(bench, streams, seed)
+        for tokens in PROMPTS:
+            yield "prompts", tokens, over_prompts(bench, tokens, seed)
+        for count in CHECKPOINTS:
+            yield "checkpoints", count, over_checkpoints(bench, count, seed)
+        for mixed in (False, True):
+            yield "ranks", mixed, with_ranks(bench, mixed, seed)
+        yield "beside", None, beside_prefill(bench, seed)
+
+    results = Results({})
+    for seed in range(1, rounds + 1):
+        for table, row, figures in points(seed):
+            results.tables.setdefault(table, {}).setdefault(row, []).append(figures)
+            print(f"round {seed}: {table} {row}: {dict(figures)}", flush=True)
+    return results
+
+
+def tokens_per_s(figures: Figures) -> float:
+    return float(figures["tokens_per_s"])
+
+
+def first_token(figures: Figures) -> float:
+    return float(figures["first_token_ms"][0])
+
+
+def gap(quantile: int) -> Callable[[Figures], float]:
+    return lambda figures: float(figures["gap_ms"][quantile])
+
+
+def markdown(results: Results, adapter_bytes: float) -> str:
+    median = results.median
+    lines = ["| streams | tokens/s | first token, ms | between tokens, median and p99, ms |", "|--:|--:|--:|--:|"]
+    for row in STREAMS:
+        gaps = f"{median('streams', row, gap(0)):.0f}, {median('streams', row, gap(1)):.0f}"
+        first = median("streams", row, first_token)
+        lines.append(f"| {row} | {median('streams', row, tokens_per_s):.0f} | {first:.0f} | {gaps} |")
+    lines += ["", "| prompt, tokens | prefill, tokens/s | decoding on it, 8 streams, tokens/s |", "|--:|--:|--:|"]
+    for row in PROMPTS:
+        prefill = median("prompts", row, lambda figures: figures["prefill_tokens_per_s"])
+        decode = median("prompts", row, lambda figures: figures["decode_tokens_per_s"])
+        lines.append(f"| {row:,} | {prefill:.0f} | {decode:.0f} |")
+    lines += ["", "| checkpoints, 32 streams | tokens/s | of the base | first token, ms |", "|--:|--:|--:|--:|"]
+    base = median("checkpoints", 0, tokens_per_s)
+    for row in CHECKPOINTS:
+        rate = median("checkpoints", row, tokens_per_s)
+        first = median("checkpoints", row, first_token)
+        lines.append(f"| {row or 'none (the base)'} | {rate:.0f} | {rate / base:.2f} | {first:.0f} |")
+    alike, mixed = (median("ranks", row, tokens_per_s) for row in (False, True))
+    beside = results.tables["beside"][None]
+    quiet, busy, times = (statistics.median(f[name] for f in beside) for name in ("quiet_ms", "busy_ms", "times"))
+    lines += [
+        "",
+        f"- Eight checkpoints of ranks {', '.join(map(str, RANKS))} in turn: {mixed:.0f} tokens/s, all of rank 8: "
+        f"{alike:.0f}.",
+        f"- p99 between the tokens of eight streams: {quiet:.0f} ms quiet, {busy:.0f} ms beside one 1,024-token prompt "
+        f"after the other, {times:.1f} times as long.",
+        f"- A loaded checkpoint of rank 8 takes {adapter_bytes / 1e6:.1f} MB.",
+    ]
+    return "\n".join(lines)
+
+
+def plot(results: Results) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "growth"  # the same figures give the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    tables: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("streams", "streams", STREAMS),
+        ("prompts", "prompt, tokens (prefill)", PROMPTS),
+        ("checkpoints", "checkpoints, 32 streams", CHECKPOINTS),
+    )
+    for axis, (table, label, rows) in zip(axes, tables, strict=True):
+        rate = (lambda figures: float(figures["prefill_tokens_per_s"])) if table == "prompts" else tokens_per_s
+        axis.plot([max(row, 0.5) for row in rows], [results.median(table, row, rate) for row in rows], marker="o")
+        axis.set(xscale="log", xlabel=label, ylabel="tokens/s", ylim=(0, None), xticks=[max(row, 0.5) for row in rows])
+        axis.set_xticklabels(map(str, rows))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    figure.savefig(HERE / "growth.svg", metadata={"Date": None})
+
+
+def write_readme(table: str) -> None:
+    """Put the tables between the marks."""
+    readme = HERE / "README.md"
+    before, begin, rest = readme.read_text().partition("<!-- growth -->\n")
+    _, end, after = rest.partition("<!-- /growth -->\n")
+    if not begin or not end:
+        raise SystemExit("README.md has lost its marks <!-- growth --> and <!-- /growth -->")
+    readme.write_text(f"{before}{begin}{table}\n{end}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    checkpoints = make(options.store, "bench", str(MODEL_FOLDER), max(CHECKPOINTS), [8])
+    mixed = make(options.store, "mixed", str(MODEL_FOLDER), 8, RANKS)
+    with running(options.store, free_port(), {}) as url:
+        bench = Bench(url, checkpoints, mixed)
+        measured(bench.load(streams=8, requests=16))  # warm
+        adapter_bytes = load_all(bench)
+        results = measure_all(bench, options.rounds)
+    table = markdown(results, adapter_bytes)
+    print(table)
+    plot(results)
+    write_readme(table)
+
+
+if __name__ == "__main__":
+    main()
