@@ -158,9 +158,6 @@ class FakeEngine:
             return
         state.counters.aborted += 1
 
-    async def warm(self, adapter: Adapter) -> None:
-        self._load(adapter)
-
     def pause(self) -> None:
         """Stop stepping, as an engine whose device hangs."""
         self._unpaused.clear()

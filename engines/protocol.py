@@ -165,7 +165,4 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None:
         """End a request without further output and free what it holds; unknown or finished ids are ignored."""
 
-    async def warm(self, adapter: Adapter) -> None:
-        """Load an adapter before its first request. Raises an `AdapterError`."""
-
     def stats(self) -> EngineStats: ...

@@ -16,7 +16,7 @@ import torch
 from engines import self_test
 from engines.block_pool import BlockPool
 from engines.config import EngineConfig
-from engines.errors import AdapterUnavailable, EngineError, EngineStopped, ModelRefused, QueueFull, RequestRefused
+from engines.errors import EngineError, EngineStopped, ModelRefused, QueueFull, RequestRefused
 from engines.kv_cache import blocks_for, free_memory
 from engines.loop import Emit, EngineLoop, Event
 from engines.lora.cache import AdapterCache, HostAdapter
@@ -24,14 +24,11 @@ from engines.lora.weights import read_adapter
 from engines.model_loader import LoadedModel, load_model
 from engines.model_runner import ModelRunner
 from engines.pace import PrefillPace
-from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink, SamplingParams
+from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink
 from engines.scheduler import Scheduler
 from engines.sequence import Sequence
 
 logger = logging.getLogger(__name__)
-
-
-_SCORE_NOTHING = SamplingParams(max_tokens=0, seed=0)
 
 
 class TorchEngine:
@@ -96,19 +93,6 @@ class TorchEngine:
         if self._live.pop(request_id, None) is not None and self._parts is not None:
             self._parts.loop.post(lambda loop: loop.abort(request_id))
 
-    async def warm(self, adapter: Adapter) -> None:
-        """Loads by a request that scores one token, so that what is refused then is refused now."""
-        probe = _WarmUp(asyncio.get_running_loop().create_future())
-        request = GenerateRequest(f"warm-{adapter.digest}-{id(probe)}", (0,), _SCORE_NOTHING, adapter)
-        try:
-            self.submit(request, probe)
-        except QueueFull as exc:
-            raise AdapterUnavailable(str(exc)) from exc
-        try:
-            await probe.done
-        finally:
-            self.abort(request.request_id)
-
     def stats(self) -> EngineStats:
         return EngineStats(failed=True) if self._parts is None else self._parts.stats()
 
@@ -137,22 +121,6 @@ class TorchEngine:
                 logger.exception("a sink failed; its requests are aborted")
                 for output in outputs:
                     self.abort(output.request_id)
-
-
-@dataclass(frozen=True, slots=True)
-class _WarmUp:
-    """A sink for one request: its future ends with the request."""
-
-    done: "asyncio.Future[None]"
-
-    def deliver(self, outputs: SequenceOf[Output]) -> None:
-        event = outputs[-1].event
-        if self.done.done():
-            return
-        if isinstance(event, EngineError):
-            self.done.set_exception(event)
-        else:
-            self.done.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,10 @@ def test_adapters_in_use_are_not_evicted() -> None:
         engine.submit(request("a", adapter="used", max_tokens=30_000), collector)
         await asyncio.sleep(0.01)
         for name in ("x", "y", "z"):
-            await engine.warm(Adapter(name, "/"))
+            one = Collector()
+            engine.submit(request(name, adapter=name, max_tokens=1), one)
+            async with asyncio.timeout(10):
+                await one.ended.wait()
         assert set(engine.stats().adapters) == {"used", "z"}
         assert engine.stats().adapter_slots_pinned == 1
         await engine.close()

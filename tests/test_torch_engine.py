@@ -137,8 +137,6 @@ def test_a_full_queue_is_said_at_once_and_passes(engines: Engines) -> None:
         with pytest.raises(QueueFull) as refusal:
             engine.engine.submit(request((1,)), sink)
         assert refusal.value.limit == 2
-        with pytest.raises(AdapterUnavailable, match="queue is full"):
-            await engine.engine.warm(adapter("llama", "q-v"))
         engine.engine.abort(accepted[1].request_id)
         last = good_request()
         sink.expect(last.request_id)
@@ -251,18 +249,6 @@ def test_an_adapter_that_takes_too_long_is_unavailable_for_now(engines: Engines)
     engine = engines("llama", adapter_load_timeout_s=1e-9)
     made = good_request(bound=adapter("llama", "q-v"))
     assert isinstance(engine.one(made).error, AdapterUnavailable)
-    assert_unused(engine)
-
-
-def test_an_adapter_is_warmed_before_its_first_request(engines: Engines) -> None:
-    engine = engines("llama", max_adapters=3)
-    bound = adapter("llama", "q-v")
-    engine.run(engine.engine.warm(bound))
-    assert engine.stats().adapters == (bound.digest,)
-    engine.run(engine.engine.warm(bound))
-    assert engine.stats().counters["adapter_loads"] == 1
-    with pytest.raises(AdapterRefused, match="limit is 64"):
-        engine.run(engine.engine.warm(adapter("llama", "too-wide")))
     assert_unused(engine)
 
 
