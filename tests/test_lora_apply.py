@@ -186,6 +186,19 @@ def test_a_prepared_adapter_is_in_the_models_dtype_and_holds_no_more_memory_than
         assert prepared.nbytes == sum(matrix.untyped_storage().nbytes() for matrix in matrices) == 30 * dtype.itemsize
 
 
+@pytest.mark.parametrize(
+    ("dtype", "largest", "over"), [(torch.float16, 65504.0, 65536.0), (torch.bfloat16, 3e38, 3.4e38)]
+)
+def test_values_beyond_the_models_dtype_are_refused(dtype: torch.dtype, largest: float, over: float) -> None:
+    modules = AdapterModules(Toy(), AdapterContext(), adaptable=KINDS, head="head", dtype=dtype, device=CPU)
+    one = pair(2, 6, 9)
+    one.B[3, 1] = largest
+    modules.prepare(weights(linear=one))
+    one.B[3, 1] = over
+    with pytest.raises(AdapterRefused, match=r"matrices for 'linear' hold values over .*, the largest of the model's "):
+        modules.prepare(weights(linear=one))
+
+
 def test_a_module_that_cannot_be_adapted_is_refused_by_name_before_anything_is_changed() -> None:
     model = Toy()
     modules = modules_of(model, AdapterContext())

@@ -130,14 +130,13 @@ class AdapterModules:
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
         """In the model's dtype and on its device. Safe on any thread. Raises `AdapterRefused` for a module that is not
-        adapted on this model.
+        adapted on this model, and for values that the dtype does not hold.
         """
         pairs: dict[str, LoraPair] = {}
         for path, pair in weights.pairs.items():
             if path not in self._adaptable:
                 raise AdapterRefused(f"The adapter changes {path!r}, which this engine does not adapt on this model.")
-            A, B = (matrix.to(device=self._device, dtype=self._dtype, copy=True) for matrix in (pair.A, pair.B))
-            pairs[path] = LoraPair(A, B, pair.scale)
+            pairs[path] = pair.cast(path, self._dtype, self._device)
         nbytes = sum(pair.A.nbytes + pair.B.nbytes for pair in pairs.values())
         return AdapterWeights(weights.digest, weights.rank, nbytes, pairs)
 

@@ -17,7 +17,7 @@ from engines.errors import AdapterChanged, AdapterRefused
 from engines.lora.digest import WEIGHTS_FILE, adapter_digest
 from engines.lora.files import read_files
 from engines.lora.names import Role, TensorName, parse_name
-from engines.lora.pairs import FilePair, LoraPair, PairBuilder
+from engines.lora.pairs import FilePair, LoraPair, PairBuilder, is_finite
 from engines.lora.peft_config import parse_config
 from engines.lora.targets import LoraTargets, TargetKind, row_sums
 from engines.lora.tensor_file import TensorEntry, TensorFile, TensorFileError, parse_header, shown
@@ -104,17 +104,11 @@ def _check_finite(weights: bytearray, header: TensorFile, tensors: Mapping[str, 
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) == 1 and start < len(weights):
         dtype = dtypes.pop()
-        if start % dtype.itemsize == 0 and _is_finite(torch.frombuffer(weights, dtype=dtype, offset=start)):
+        if start % dtype.itemsize == 0 and is_finite(torch.frombuffer(weights, dtype=dtype, offset=start)):
             return
     for name, tensor in tensors.items():
-        if tensor.numel() and not _is_finite(tensor):
+        if not is_finite(tensor):
             raise _refused(f"{shown(name)} holds NaN or infinity.")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """One pass, 20 times as fast as `isfinite`: NaN is both the least and the greatest of a tensor that holds one."""
-    least, greatest = torch.aminmax(tensor)
-    return bool(torch.isfinite(least) & torch.isfinite(greatest))
 
 
 def _pairs(tensors: Mapping[str, Tensor], builder: PairBuilder, targets: LoraTargets) -> Iterator[FilePair]:

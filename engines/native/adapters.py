@@ -15,6 +15,8 @@ from engines.native.structure import MODULES
 MAX_RANK = 512
 """Of one pair, as in `src/lora.h`."""
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
@@ -36,7 +38,7 @@ class NativeAdapters:
         self._held: dict[int, PackedAdapter] = {}
 
     def prepare(self, weights: AdapterWeights) -> PackedAdapter:
-        """Repack for the kernels. Safe on any thread. Raises `AdapterRefused` for a module that is not adapted here."""
+        """Repack for the kernels. Safe on any thread. Raises `AdapterRefused` as `AdapterModules` does."""
         packed = []
         rest: dict[str, LoraPair] = {}
         for path, pair in weights.pairs.items():
@@ -44,7 +46,7 @@ class NativeAdapters:
             if place is None:
                 rest[path] = pair
             else:
-                packed.append(_pack(*place, pair, self._decoder.dtype))
+                packed.append(_pack(*place, pair.cast(path, self._decoder.dtype, _CPU)))
         others = self._others.prepare(AdapterWeights(weights.digest, weights.rank, _nbytes(rest), rest))
         nbytes = others.nbytes + sum(pair.a.nbytes + pair.b.nbytes for pair in packed)
         return PackedAdapter(nbytes, tuple(packed), others)
@@ -76,13 +78,12 @@ def _nbytes(pairs: Mapping[str, LoraPair]) -> int:
     return sum(pair.A.nbytes + pair.B.nbytes for pair in pairs.values())
 
 
-def _pack(layer: int, module: int, pair: LoraPair, dtype: torch.dtype) -> PackedPair:
-    """Copies: the file's bytes, which the pair looks into, can go."""
-    a, b = pair.A.to(dtype, copy=True), pair.B.to(dtype)
+def _pack(layer: int, module: int, pair: LoraPair) -> PackedPair:
+    a, b = pair.A, pair.B
     rank = a.shape[0]
     if rank > MAX_RANK:
         raise AdapterRefused(f"The adapter has rank {rank}, which is over this engine's limit of {MAX_RANK}.")
-    if dtype != torch.bfloat16:
+    if a.dtype != torch.bfloat16:
         return PackedPair(layer, module, a.contiguous(), b.t().contiguous(), rank, pair.scale)
     if rank % 2:
         a = torch.cat([a, a.new_zeros(1, a.shape[1])])
