@@ -34,6 +34,7 @@ class Exchange:
     ignored_fields: tuple[str, ...] = ()
     response_started: bool = False
     response_ended: bool = False
+    sending_s: float = 0.0  # spent on sending the body, which is waiting for a client that reads slowly
     extra_headers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -68,10 +69,21 @@ class Exchange:
     async def send_error(self, error: HttpError) -> None:
         await self.send_json(error.status, error.body(), error.headers)
 
+    async def write(self, content: bytes) -> None:
+        """Send some of the body."""
+        await self._send_body({"type": "http.response.body", "body": content, "more_body": True})
+
     async def end(self, content: bytes) -> None:
         """Send the last of the body."""
         self.response_ended = True
-        await self.send({"type": "http.response.body", "body": content})
+        await self._send_body({"type": "http.response.body", "body": content})
+
+    async def _send_body(self, message: Message) -> None:
+        began_at = time.monotonic()
+        try:
+            await self.send(message)
+        finally:
+            self.sending_s += time.monotonic() - began_at
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the status line and all headers; those of every response included."""

@@ -116,7 +116,7 @@ class Handlers:
         edge = Edge(settings.catalog, settings.limits, service.replicas, service.workers)
         with service.limiter.admit(exchange.caller) as lease:
             raw = await read_json(exchange, settings.limits, service.workers)
-            async with ClientWatch(exchange), _time_limit(settings.limits.total_timeout_s), AsyncExitStack() as stack:
+            async with ClientWatch(exchange), _time_limit(exchange, settings.limits), AsyncExitStack() as stack:
                 try:
                     answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
                 except (AdapterChanged, EngineStopped):
@@ -163,12 +163,15 @@ async def _no_route(request: Request, exc: Exception) -> Response:
 
 
 @asynccontextmanager
-async def _time_limit(seconds: float) -> AsyncIterator[None]:
+async def _time_limit(exchange: Exchange, limits: LimitsConfig) -> AsyncIterator[None]:
     """Raises `TotalTimeout` when its body takes longer."""
+    seconds = limits.total_timeout_s
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
     except TimeoutError as exc:
         if not limit.expired():
             raise
+        if exchange.sending_s > seconds / 2:
+            raise TotalTimeout(f"The client reads too slowly: the reply was not read within {seconds:g} s.") from exc
         raise TotalTimeout(f"The request took longer than {seconds:g} s.") from exc

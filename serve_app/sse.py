@@ -42,7 +42,7 @@ class EventStream:
     """The body of a response that has started. Sends a comment whenever nothing was written for `keep_alive_s`."""
 
     def __init__(self, exchange: Exchange, keep_alive_s: float) -> None:
-        self._send = exchange.send
+        self._exchange = exchange
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._wrote_at = self._loop.time()
@@ -61,7 +61,7 @@ class EventStream:
 
     async def write(self, content: bytes) -> None:
         self._wrote_at = self._loop.time()
-        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+        await self._exchange.write(content)
 
     async def _beat(self) -> None:
         while True:
@@ -69,4 +69,6 @@ class EventStream:
             if silent_s < self._keep_alive_s:
                 await asyncio.sleep(self._keep_alive_s - silent_s)
             else:
-                await self.write(_KEEP_ALIVE)
+                self._wrote_at = self._loop.time()
+                # Not by `Exchange.write`: `write` may be waiting for the client too, and the time would count twice.
+                await self._exchange.send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})

@@ -244,6 +244,7 @@ def running_edge(
     deterministic one, or what makes another, which knows no script.
     """
     listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a client that does not read soon shows
     ready = threading.Event()
     found: dict[str, Any] = {}
 

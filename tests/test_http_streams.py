@@ -1,7 +1,9 @@
 """Section 4 of the contract: streams."""
 
 import asyncio
+import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -272,6 +274,27 @@ def test_a_request_that_takes_too_long_ends(edge: RunningEdge, stream: bool) -> 
         assert response.headers["x-should-retry"] == "false"
 
 
+def test_a_client_that_reads_too_slowly_is_told_so(edge: RunningEdge, caplog: pytest.LogCaptureFixture) -> None:
+    # The prompt's log-probabilities are megabytes, more than the system takes for a client that does not read.
+    body = json.dumps({"model": BASE, "prompt": [7] * 4000, "echo": True, "logprobs": 20, "stream": True}).encode()
+    head = post_head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}")
+    edge.reconfigure(limits={"total_timeout_s": 2})
+    said = "The client reads too slowly: the reply was not read within 2 s."
+    try:
+        with edge.raw() as connection:
+            connection.sendall(head + body)
+            edge.run(wait_until(lambda: said in caplog.text))
+            received = b""
+            while not received.endswith(b"\r\n0\r\n\r\n"):
+                piece = connection.recv(1 << 20)
+                assert piece, received[-1000:]
+                received += piece
+    finally:
+        edge.reconfigure()
+    last = received.rpartition(b"data: ")[2].partition(b"\n")[0]
+    assert json.loads(last) == error(said, "server_error", code="timeout")
+
+
 def test_a_stream_of_a_key_without_places_left_is_429(edge: RunningEdge) -> None:
     keys = [{**edge.config["keys"][0], "limits": {"concurrency": 1}}]
     edge.run(pause(edge))
@@ -281,7 +304,7 @@ def test_a_stream_of_a_key_without_places_left_is_429(edge: RunningEdge) -> None
             body = b'{"model": "tiny/Base", "prompt": "x"}'
             head = post_head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}")
             first.sendall(head + body)
-            edge.run(wait_for_a_request(edge))
+            edge.run(wait_until(lambda: bool(edge.script.requests)))
             response = edge.complete(stream=True)
     finally:
         edge.reconfigure()
@@ -290,9 +313,9 @@ def test_a_stream_of_a_key_without_places_left_is_429(edge: RunningEdge) -> None
     assert response.json() == error(message, "rate_limit_error", code="rate_limit_exceeded")
 
 
-async def wait_for_a_request(edge: RunningEdge) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not edge.script.requests:  # noqa: ASYNC110 - what it waits for has no event
+        while not condition():  # noqa: ASYNC110 - what it waits for has no event
             await asyncio.sleep(0.005)
 
 
