@@ -169,12 +169,25 @@ def _generating(reply: str, body: str, rules: str, limits: LimitsConfig) -> Obje
         _object(_object(responses, status), "headers")["x-ignored-fields"] = _header("x-ignored-fields")
     whole = _object(responses, "200")
     content = _object(whole, "content")
-    stream: Object = {"type": "string", "description": STREAM.format(chunk=f"{reply}Chunk")}
-    whole["content"] = {**content, "text/event-stream": {"schema": stream}}
+    whole["content"] = {**content, "text/event-stream": {"schema": _event(f"{reply}Chunk")}}
     description = f"Unknown fields are ignored, null is unset. At most {limits.body_bytes} bytes of UTF-8."
     return {
         **_operation(f"create{reply}", rules, responses),
         "requestBody": {"required": True, "description": description, "content": _json(body)},
+    }
+
+
+def _event(chunk: str) -> Object:
+    """One event of a stream. Tools take the schema of a stream for that of each event; OpenAPI itself has no way to say
+    it before 3.2.
+    """
+    references: list[Json] = [{"$ref": _REFERENCE.format(model=name)} for name in (chunk, "ErrorReply")]
+    data: Object = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": references}}
+    return {
+        "type": "object",
+        "description": STREAM.format(chunk=chunk),
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
     }
 
 

@@ -1,0 +1,141 @@
+"""schemathesis, which makes up requests from the OpenAPI description, valid and not, finds nothing that breaks it."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from harness import BASE, CHAT, KEY, PLAIN, RunningEdge
+from schemathesis.config import SchemathesisConfig
+from schemathesis.engine import Status, events, from_schema
+
+from serve_app.schema.input_types import TOKEN_ID_MAX
+
+pytest_plugins = ("edge_fixtures",)
+
+CONFIG: dict[str, Any] = {
+    "seed": 1,
+    "continue-on-failure": True,
+    "request-timeout": 20,  # a request that hangs is a failure
+    "generation": {"deterministic": True, "max-examples": 40, "mode": "all"},
+    "auth": {"openapi": {"key": {"bearer": KEY}}},
+    # The description says rules between fields in words, so that a body which is as described may still be refused.
+    "checks": {"positive_data_acceptance": {"enabled": False}},
+    # To schemathesis a header or query parameter that nobody knows is a fault of the request.
+    "operations": [{"include-method": "GET", "checks": {"negative_data_rejection": {"enabled": False}}}],
+}
+OBJECT = {"type": "object", "additionalProperties": False}
+VOCABULARY = 512
+GENERATING = ["/v1/chat/completions", "/v1/completions"]
+
+
+@pytest.fixture
+def document(edge: RunningEdge) -> Iterator[Any]:
+    """As it is served, and with models that exist. Replies are short."""
+    with edge.http(None) as client:
+        document = client.get("../openapi.json").json()
+    for body in ("ChatBody", "CompletionBody"):
+        document["components"]["schemas"][body]["properties"]["model"] = {"enum": [CHAT, PLAIN, BASE, "nobody/nothing"]}
+    edge.script.says("ok")
+    return document
+
+
+def explore(edge: RunningEdge, document: Any, *paths: str, **changes: Any) -> Counter[tuple[str, int]]:
+    """Run schemathesis on some paths; how many answers of which status each had. Fails with what it found."""
+    chosen = {**document, "paths": {path: document["paths"][path] for path in paths}}
+    config = SchemathesisConfig.from_dict({**CONFIG, **changes, "base-url": edge.url.removesuffix("/v1")})
+    api = schemathesis.openapi.from_dict(chosen, config=config)
+    api.hook("map_body")(without_fractions)
+    answers: Counter[tuple[str, int]] = Counter()
+    found = []
+    for event in from_schema(api).execute():
+        assert not isinstance(event, events.NonFatalError | events.FatalError), event
+        if isinstance(event, events.ScenarioFinished):
+            assert event.status in (Status.SUCCESS, Status.FAILURE, Status.SKIP), event
+            for interaction in event.recorder.interactions.values():
+                assert interaction.response is not None, event.label
+                answers[event.label, interaction.response.status_code] += 1
+                check_answer(interaction.response)
+            for check in (check for checks in event.recorder.checks.values() for check in checks):
+                if check.failure_info is not None:
+                    found.append((check.name, check.failure_info.failure.message, check.failure_info.code_sample))
+    assert found == [], found
+    return answers
+
+
+def without_fractions(context: object, body: Any) -> Any:
+    """To JSON Schema 1.0 is an integer. It is none here, which can only be said in words."""
+    if isinstance(body, float) and body.is_integer():
+        return int(body)
+    if isinstance(body, list):
+        return [without_fractions(context, item) for item in body]
+    if isinstance(body, dict):
+        return {name: without_fractions(context, item) for name, item in body.items()}
+    return body
+
+
+def check_answer(response: Any) -> None:
+    """Also where schemathesis does not look: methods and content types that are not described."""
+    assert response.status_code < 500, response.content
+    assert response.headers["x-request-id"]
+    if response.status_code != 200 and response.request.method != "HEAD":
+        body = response.json()
+        assert list(body) == ["error"]
+        assert list(body["error"]) == ["message", "type", "param", "code"]
+
+
+def without_rules(document: Any) -> Any:
+    """Only fields that no rule binds to another field or to the model: what this allows must be accepted."""
+    schemas = document["components"]["schemas"]
+    tied = ["stream_options", "prompt_chunks", "top_logprobs", "reasoning_effort", "tools", "tool_choice"]
+    small = {"type": "integer", "minimum": 1, "maximum": 100}
+    text = {"type": "string"}
+    message = {"role": {"enum": ["system", "developer", "user", "assistant"]}, "content": text}
+    for body, models in (("ChatBody", [CHAT, PLAIN]), ("CompletionBody", [CHAT, PLAIN, BASE])):
+        properties = schemas[body]["properties"]
+        for name in tied:
+            properties.pop(name, None)
+        properties["model"] = {"enum": models}
+        properties["max_tokens"] = small
+        properties.get("messages", {})["maxItems"] = 20
+        for schema in properties["logit_bias"]["anyOf"]:
+            schema["propertyNames"] = {"pattern": "^[0-9]{1,2}$"}
+    schemas["ChatBody"]["properties"]["max_completion_tokens"] = small
+    schemas["ChatBody"]["properties"]["messages"]["items"] = {
+        **OBJECT,
+        "properties": message,
+        "required": list(message),
+    }
+    prompt = schemas["CompletionBody"]["properties"]["prompt"]
+    prompt["anyOf"] = [choice for choice in prompt["anyOf"] if choice["type"] != "null"]
+    schemas["CompletionBody"]["required"].append("prompt")
+    return json.loads(json.dumps(document).replace(str(TOKEN_ID_MAX), str(VOCABULARY - 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GENERATING)
+def test_no_made_up_request_for_a_reply_breaks_the_description(edge: RunningEdge, document: Any, path: str) -> None:
+    answers = explore(edge, document, path)
+    assert {status for _, status in answers} - {200} == {400, 401, 404, 405, 415}
+    assert answers[f"POST {path}", 400] > 100, answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GENERATING)
+def test_what_the_description_allows_is_accepted(edge: RunningEdge, document: Any, path: str) -> None:
+    positive = {
+        "generation": {**CONFIG["generation"], "mode": "positive"},
+        "checks": {"positive_data_acceptance": {"enabled": True, "expected-statuses": ["200", "401", "405"]}},
+    }
+    answers = explore(edge, without_rules(document), path, **positive)
+    assert answers[f"POST {path}", 200] > 50, answers
+
+
+@pytest.mark.slow
+def test_no_other_made_up_request_breaks_the_description(edge: RunningEdge, document: Any) -> None:
+    paths = [path for path in document["paths"] if path not in GENERATING]
+    answers = explore(edge, document, *paths)
+    assert {label for label, _ in answers} == {f"GET {path}" for path in paths}
+    assert {status for _, status in answers} == {200, 400, 401, 404, 405}
