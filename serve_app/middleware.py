@@ -9,12 +9,14 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
+from urllib.parse import quote
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.errors import to_http
 from serve_app.exchange import ClientLeft, Exchange
+from serve_app.logs import trace_of
 from serve_app.service import Service
 from serve_app.sse import send_failure
 from serve_app.usage import Outcome, Recorder, RequestRecord
@@ -22,6 +24,7 @@ from serve_app.usage import Outcome, Recorder, RequestRecord
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+_MAX_PATH_CHARACTERS = 1024
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -117,7 +120,7 @@ async def _answer(exchange: Exchange, exc: Exception) -> None:
     record.status, record.error_code = error.status, error.code or error.type
     record.outcome = Outcome.FAILED if is_ours else Outcome.REFUSED
     if error.status == 500:
-        logger.error("request_id=%s failed", record.request_id, exc_info=exc)
+        logger.error("request_id=%s failed\n%s", record.request_id, trace_of(exc))
     elif is_ours:
         logger.warning("request_id=%s %s: %s", record.request_id, type(exc).__name__, exc)
     if exchange.response_ended:
@@ -136,7 +139,7 @@ def _log(record: RequestRecord) -> None:
         record.request_id,
         record.key_name,
         record.method,
-        record.path,
+        quote(record.path, safe="/:;")[:_MAX_PATH_CHARACTERS],  # its line breaks are none of ours
         record.status,
         record.outcome,
         record.error_code,

@@ -8,7 +8,11 @@ from typing import Final
 from pydantic_core import ErrorDetails
 
 _SHOWN_CHARACTERS = 80
-_PRIVATE: Final = frozenset({"content", "text", "prompt", "reasoning_content", "arguments", "sha256", "url"})
+# Fields that hold text of a conversation, or a secret; also those that a caller may take for one of them.
+_PRIVATE: Final = frozenset(
+    {"messages", "content", "text", "prompt", "prompt_chunks", "tokens", "reasoning_content"}
+    | {"tool_calls", "function", "arguments", "image_url", "url", "sha256"}
+)
 _PREDICATES: Final = {
     "missing": "is required",
     "extra_forbidden": "is not a known key",

@@ -15,7 +15,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", 
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ("x", 'messages[0] must be an object, got "x".'),
+        ("x", "messages[0] must be an object, got a string of 1 characters."),
         ({}, "messages[0].role is required."),
         (
             {"role": "function", "content": "x"},

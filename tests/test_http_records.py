@@ -1,12 +1,14 @@
 """What is kept of a request: numbers, and nothing of its text."""
 
+import json
 import logging
 from typing import Any
 
+import httpx
 import pytest
 from harness import BASE, CHAT, KEY, RunningEdge, StoredCheckpoint
 
-from engines.errors import AdapterChanged, EngineStopped
+from engines.errors import AdapterChanged, EngineStopped, NonFiniteLogits
 from engines.protocol import GenerateRequest
 from serve_app.usage import Outcome, RequestRecord
 
@@ -74,19 +76,83 @@ def test_every_start_has_an_end(edge: RunningEdge) -> None:
     assert len(edge.recorder.ended) == 3
 
 
-def test_logs_hold_neither_text_nor_keys(edge: RunningEdge, caplog: pytest.LogCaptureFixture) -> None:
+CANARY = "canary-5b1f-in-a-coal-mine"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def everything_with(edge: RunningEdge, text: str) -> list[httpx.Response]:
+    """Requests of every outcome with this text wherever a conversation has text, and as a key."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": text})}}
+    broken = {**call, "function": {"name": "f", "arguments": text}}
+    messages = [{"role": "user", "content": text}]
+    history: list[Any] = [{"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "c", "content": text}
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
+    chats: list[Any] = [
+        [*messages, *history, result],
+        [*messages, {"role": "assistant", "tool_calls": [broken]}],
+        [{"role": "user", "content": [image]}],
+        [{"role": "user", "content": [text]}],
+        [{"role": "user", "content": {"text": text}}],
+        [{"role": "assistant", "tool_calls": text}],
+        [{"role": "assistant", "tool_calls": [{**call, "function": text}]}],
+        [text],
+        [{"role": "user", "content": "x", "reasoning_content": text}],
+        [{"role": "user", "content": text * 500}],
+        text,
+    ]
+    responses = [edge.post("/chat/completions", model=CHAT, messages=chat, max_tokens=9) for chat in chats]
+    prompts: list[Any] = [text, [text, text], [1, text], {"a": text}, text * 500]
+    responses += [edge.complete(prompt, max_tokens=9) for prompt in prompts]
+    responses += [edge.complete(text, max_tokens=5000), edge.complete(text, stream=True, max_tokens=9)]
+    responses += [
+        edge.chat(text, logprobs=5),
+        edge.chat(text, tools=TOOLS, tool_choice="required"),
+        edge.complete(text, key=text),
+    ]
+    with edge.http() as client:
+        headers = {"content-type": "application/json"}
+        responses.append(client.post("/completions", content=f'{{"prompt": "{text}'.encode(), headers=headers))
+        responses.append(client.post("/completions", content=text, headers={"content-type": "text/plain"}))
+    return responses
+
+
+def broken_by(request: GenerateRequest) -> list[Any]:
+    raise ValueError(f"{CANARY} cannot be read")
+
+
+def test_neither_text_nor_keys_are_in_logs_records_or_errors(
+    edge: RunningEdge, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
-    edge.script.says("SECRET REPLY")
-    edge.chat("SECRET PROMPT")
-    edge.complete("SECRET PROMPT", stream=True)
-    edge.complete(["SECRET PROMPT", 5])
-    edge.script.reply = lambda request: [ValueError("SECRET REPLY")]  # type: ignore[list-item]  # a broken engine
-    edge.chat("SECRET PROMPT", max_tokens=3)
+    edge.script.says(f"<think>\n{CANARY}\n</think>\n\n<tool_call>\n{CANARY}\n</tool_call>")
+    responses = everything_with(edge, CANARY)
+    edge.script.reply = broken_by
+    responses += [edge.chat(CANARY), edge.complete(CANARY, stream=True)]
+    edge.script.reply = lambda request: [*edge.script.encode("ab"), NonFiniteLogits("layer 3")]
+    responses += [edge.chat(CANARY), edge.complete(CANARY, stream=True)]
     edge.wait_until_idle()
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("serve_app")]
-    assert sum("request_id=" in line and "status=" in line for line in lines) == 4
-    assert "SECRET" not in "\n".join(line for line in lines)
-    assert KEY not in caplog.text
+    statuses = [response.status_code for response in responses]
+    assert {200, 400, 401, 415, 422, 500} <= set(statuses), statuses
+    failures = [response.text for response in responses if response.status_code != 200]
+    failures += [response.text for response in responses[-1:]]  # an error event, after tokens that tell nothing
+    own = [record for record in caplog.records if record.name.startswith(("serve_app", "renderers", "engines"))]
+    assert sum("request_id=" in record.getMessage() for record in own) >= len(responses)
+    lines = "\n".join(map(logging.Formatter().format, own))
+    assert all(sign in lines for sign in ("ValueError\n", "in broken_by", "layer 3"))  # what an operator needs
+    for secret in (CANARY, KEY):
+        assert secret not in lines + "".join(failures) + repr(edge.recorder.ended)
+
+
+def test_a_path_cannot_forge_a_line_of_the_log(edge: RunningEdge, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "serve_app")
+    with edge.http() as client:
+        client.get("/models/x%0Arequest_id=forged%0D%1B[2J" + "y" * 3000)
+    edge.wait_until_idle()
+    (line,) = [record.getMessage() for record in caplog.records if "GET" in record.getMessage()]
+    assert " /v1/models/x%0Arequest_id%3Dforged%0D%1B%5B2Jyyy" in line
+    assert "\n" not in line
+    assert len(line) < 1500
 
 
 def test_a_checkpoint_that_is_replaced_just_now_is_served_with_its_new_content(edge: RunningEdge) -> None:

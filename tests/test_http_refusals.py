@@ -262,10 +262,13 @@ def test_no_prompt_at_all_is_400(edge: RunningEdge) -> None:
     ("chunks", "says"),
     [
         ([], "prompt_chunks must not be empty, got a list of 0."),
-        ("x", 'prompt_chunks must be a list, got "x".'),
+        ("x", "prompt_chunks must be a list, got a string of 1 characters."),
         ([1], "prompt_chunks[0] must be an object, got 1."),
         ([{"type": "audio"}], 'prompt_chunks[0].type must be "tokens" or "image_url", got "audio".'),
-        ([{"type": "tokens", "tokens": "x"}], 'prompt_chunks[0].tokens must be a list of token ids, got "x".'),
+        (
+            [{"type": "tokens", "tokens": "x"}],
+            "prompt_chunks[0].tokens must be a list of token ids, got a string of 1 characters.",
+        ),
         ([{"type": "tokens", "tokens": []}], "prompt_chunks[0].tokens must not be empty, got a list of 0."),
         (
             [{"type": "tokens", "tokens": [600]}],
