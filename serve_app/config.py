@@ -116,7 +116,7 @@ class KeyConfig(_Section):
 
     name: Text
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
-    env: Text | None = None
+    env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     file: Text | None = None
     models: tuple[Text, ...] | None = Field(default=None, strict=False)
     owner: Text | None = None

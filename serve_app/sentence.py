@@ -11,8 +11,10 @@ _SHOWN_CHARACTERS = 80
 # Fields that hold text of a conversation, or a secret; also those that a caller may take for one of them.
 _PRIVATE: Final = frozenset(
     {"messages", "content", "text", "prompt", "prompt_chunks", "tokens", "reasoning_content"}
-    | {"tool_calls", "function", "arguments", "image_url", "url", "sha256"}
+    | {"tool_calls", "function", "arguments", "image_url", "url"}
+    | {"keys", "sha256", "env", "file"}
 )
+_UNKNOWN_OF_KEY: Final = re.compile(r"keys\[\d+\]\.")
 _PREDICATES: Final = {
     "missing": "is required",
     "extra_forbidden": "is not a known key",
@@ -77,6 +79,8 @@ def explain(error: ErrorDetails, whole: str) -> tuple[str, str]:
     else:
         predicate = re.sub(r"^Input should ", "must ", error["msg"].removeprefix("Value error, "))
     if error["type"] == "missing":
+        return path, f"{path} {predicate}."
+    if error["type"] == "extra_forbidden" and _UNKNOWN_OF_KEY.match(path):  # it may be the key itself
         return path, f"{path} {predicate}."
     return path, f"{path or whole} {predicate}, got {show(value, path)}."
 

@@ -70,8 +70,19 @@ def test_a_bad_configuration_is_refused_with_one_sentence(raw: object, sentence:
     assert refusal(raw) == sentence
 
 
-def test_a_key_put_where_its_hash_belongs_is_not_repeated() -> None:
-    assert "rh-secret" not in refusal(with_key(sha256="rh-secret"))
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ([{"name": "k", "sha256": "rh-secret"}], "keys[0].sha256 must match ^[0-9a-fA-F]{64}$, got"),
+        ([{"name": "k", "env": "rh-secret"}], "keys[0].env must match ^[A-Za-z_][A-Za-z0-9_]*$, got"),
+        ([{"name": "k", "key": "rh-secret"}], "keys[0].key is not a known key."),
+        (["rh-secret"], "keys[0] must be an object, got"),
+        ("rh-secret", "keys must be a list, got"),
+    ],
+)
+def test_a_key_put_where_it_does_not_belong_is_not_repeated(keys: object, sentence: str) -> None:
+    said = refusal({"models": [MODEL], "keys": keys})
+    assert said.removesuffix(" a string of 9 characters.") == sentence
 
 
 def test_two_keys_of_one_name_are_refused() -> None:
