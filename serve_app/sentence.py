@@ -10,10 +10,11 @@ from pydantic_core import ErrorDetails
 _SHOWN_CHARACTERS = 80
 # Fields that hold text of a conversation, or a secret; also those that a caller may take for one of them.
 _PRIVATE: Final = frozenset(
-    {"messages", "content", "text", "prompt", "prompt_chunks", "tokens", "reasoning_content"}
+    {"content", "text", "prompt", "prompt_chunks", "tokens", "reasoning_content"}
     | {"tool_calls", "function", "arguments", "image_url", "url"}
-    | {"keys", "sha256", "env", "file"}
+    | {"sha256", "env", "file"}
 )
+_PRIVATE_AS_A_WHOLE: Final = frozenset({"messages", "keys"})
 _UNKNOWN_OF_KEY: Final = re.compile(r"keys\[\d+\]\.")
 _PREDICATES: Final = {
     "missing": "is required",
@@ -88,7 +89,8 @@ def explain(error: ErrorDetails, whole: str) -> tuple[str, str]:
 def show(value: object, path: str = "") -> str:
     """The value for an error message: short, and without anything private, such as the text of a conversation."""
     if isinstance(value, str):
-        if re.sub(r"(\[\d+\])+$", "", path).rpartition(".")[2] in _PRIVATE:
+        name = re.sub(r"(\[\d+\])+$", "", path)
+        if name in _PRIVATE_AS_A_WHOLE or name.rpartition(".")[2] in _PRIVATE:
             return f"a string of {len(value)} characters"
         return json.dumps(value) if len(value) <= _SHOWN_CHARACTERS else json.dumps(value[:_SHOWN_CHARACTERS]) + "…"
     if value is None or isinstance(value, bool | int | float):
