@@ -42,6 +42,11 @@ async def read_json(exchange: Exchange, limits: LimitsConfig, workers: Workers) 
     except TimeoutError as exc:
         exchange.extra_headers["connection"] = "close"
         raise InvalidRequest(f"The request body did not arrive within {limits.body_timeout_s:g} s.") from exc
+    upgrade = exchange.header(b"upgrade")
+    if not content and upgrade is not None:  # the server stops reading there: curl --http2 and Java's client try it
+        raise InvalidRequest(
+            f"The request body was lost with an attempt to upgrade the connection; send no Upgrade, got {upgrade!r}."
+        )
     exchange.body_bytes = len(content)
     return await workers.run(len(content) / 10, parse_object, content)
 
@@ -56,9 +61,9 @@ def check_media_type(exchange: Exchange) -> None:
         name, _, value = parameter.partition("=")
         if name.strip().lower() == "charset" and value.strip().strip('"').lower() not in ("utf-8", "utf8"):
             raise UnsupportedMediaType(f"The charset of application/json must be utf-8, got {value.strip()!r}.")
-    coding = exchange.header(b"content-encoding")
-    if coding is not None and coding.strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaType(f"Content-Encoding must be identity, got {coding!r}.")
+    for coding in exchange.headers(b"content-encoding"):  # they add up
+        if coding.strip().lower() not in ("", "identity"):
+            raise UnsupportedMediaType(f"Content-Encoding must be identity, got {coding!r}.")
 
 
 def parse_object(content: bytes | bytearray) -> JsonObject:

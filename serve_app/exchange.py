@@ -51,8 +51,11 @@ class Exchange:
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name; of several the first."""
-        value = next((value for key, value in self.scope["headers"] if key == name), None)
-        return None if value is None else value.decode("latin-1")
+        return next(iter(self.headers(name)), None)
+
+    def headers(self, name: bytes) -> list[str]:
+        """All request headers of a lower-case name."""
+        return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name]
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_at

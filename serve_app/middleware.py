@@ -1,8 +1,10 @@
 """Pure ASGI middleware. `layers` is the whole list, outermost first.
 
-All of them pass on what is not HTTP. What they know of a request travels in its `Exchange`, at `scope["exchange"]`.
+All but the first pass on what is not HTTP. What they know of a request travels in its `Exchange`, at
+`scope["exchange"]`.
 """
 
+import json
 import logging
 import re
 import time
@@ -14,7 +16,7 @@ from urllib.parse import quote
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.errors import to_http
+from serve_app.errors import NotFound, to_http
 from serve_app.exchange import ClientLeft, Exchange
 from serve_app.logs import trace_of
 from serve_app.service import Service
@@ -30,11 +32,34 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 def layers(service: Service) -> list[Middleware]:
     return [
+        Middleware(RefuseWebSockets),
         Middleware(Identify),
         Middleware(Record, recorder=service.recorder),
         Middleware(Catch),
         Middleware(Authenticate, service=service),
     ]
+
+
+class RefuseWebSockets:
+    """There are none, and whoever tries is told so in the one error shape."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "websocket" or "websocket.http.response" not in scope.get("extensions", {}):
+            await self._app(scope, receive, send)
+            return
+        error = to_http(NotFound("There are no WebSockets here; send requests over HTTP."))
+        content = json.dumps(error.body()).encode()
+        headers = {
+            "x-request-id": uuid.uuid4().hex,
+            "content-type": "application/json",
+            "content-length": str(len(content)),
+        }
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "websocket.http.response.start", "status": error.status, "headers": pairs})
+        await send({"type": "websocket.http.response.body", "body": content})
 
 
 class Identify:
