@@ -14,6 +14,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.schema.chat import ChatBody, ImageContent, MessageBody, NamedFunction, ToolBody, ToolChoice
 from serve_app.schema.completion import CompletionBody, ImageChunk, Prompt
 from serve_app.schema.sampling import SamplingFields
+from serve_app.sentence import show
 
 _LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it overflow float32; it is greedy in effect long before
 _UINT64 = 2**64
@@ -133,7 +134,8 @@ def generate_request(
     max_tokens = limit - num_prompt if request.max_tokens is None else request.max_tokens
     if num_prompt + max_tokens > limit:
         raise InvalidRequest(
-            f"Prompt length plus max_tokens exceeds the model's context window: {num_prompt} + {max_tokens} > {limit}",
+            "Prompt length plus max_tokens exceeds the model's context window: "
+            f"{num_prompt} + {show(max_tokens)} > {limit}",
             "max_tokens",
             "context_length_exceeded",
         )
