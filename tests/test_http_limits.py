@@ -1,0 +1,140 @@
+"""The limits that one caller meets, each with an answer of its own. Sizes of bodies and stops: `test_http_body.py` and
+`test_http_refusals.py`; time limits: `test_http_streams.py`.
+"""
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from harness import BASE, CONTEXT, KEY, RunningEdge, config_for, running_edge
+from wire import error
+
+from engines.fake import FakeConfig
+
+pytest_plugins = ("edge_fixtures",)
+
+
+@pytest.fixture
+def limited(edge: RunningEdge) -> Iterator[Callable[..., None]]:
+    """Gives the test's key these limits. What is used is kept by the key's name, so each test has one of its own."""
+    name = uuid.uuid4().hex
+
+    def limit(*others: dict[str, Any], **limits: int) -> None:
+        edge.reconfigure(keys=[{**edge.config["keys"][0], "name": name, "limits": limits}, *others])
+
+    yield limit
+    edge.reconfigure()
+
+
+def test_a_key_that_made_its_requests_of_the_minute_is_429_and_nothing_is_run(edge, limited):
+    limited(requests_per_minute=2)
+    answers = [edge.complete(max_tokens=1, stream=stream) for stream in (False, True)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    message = "This key may use 2 requests per minute; they are used up."
+    for response in (edge.complete(stream=True), edge.chat()):
+        assert response.status_code == 429
+        assert response.json() == error(message, "rate_limit_error", code="rate_limit_exceeded")
+        assert 1 <= int(response.headers["retry-after"]) <= 30
+    assert len(edge.script.requests) == 2
+
+
+def test_a_request_that_is_refused_for_its_body_counts_too(edge, limited):
+    limited(requests_per_minute=2)
+    assert [edge.complete(temperature=-1).status_code for _ in range(3)] == [400, 400, 429]
+
+
+def test_a_key_at_its_limit_may_still_list_models(edge, limited):
+    limited(requests_per_minute=1)
+    assert [edge.complete(max_tokens=1).status_code for _ in range(2)] == [200, 429]
+    with edge.http() as client:
+        assert client.get("/models").status_code == 200
+
+
+def test_both_prefixes_and_endpoints_share_the_limit_of_a_key(edge, limited):
+    limited(requests_per_minute=2)
+    with edge.http() as client:
+        url = edge.url.replace("/v1", "/services/tinker-prod/oai/api/v1/completions")
+        assert client.post(url, json={"model": BASE, "prompt": "x", "max_tokens": 1}).status_code == 200
+    assert edge.chat(max_tokens=1).status_code == 200
+    assert edge.complete().status_code == 429
+
+
+def test_prompt_and_completion_tokens_of_streams_count(edge, limited):
+    limited(tokens_per_minute=100)
+    assert edge.complete([5] * 60, max_tokens=60, stream=True).status_code == 200
+    edge.wait_until_idle()
+    response = edge.complete()
+    message = "This key may use 100 tokens per minute; they are used up."
+    assert response.status_code == 429
+    assert response.json() == error(message, "rate_limit_error", code="rate_limit_exceeded")
+
+
+def test_limits_change_without_a_restart_and_what_was_used_stays_used(edge, limited):
+    limited(requests_per_minute=1)
+    assert [edge.complete(max_tokens=1).status_code for _ in range(2)] == [200, 429]
+    limited(requests_per_minute=1, concurrency=5)
+    assert edge.complete(max_tokens=1).status_code == 429
+    limited()
+    assert edge.complete(max_tokens=1).status_code == 200
+
+
+def test_a_key_of_another_name_has_limits_of_its_own(edge, limited):
+    limited({"name": "second", "sha256": hashlib.sha256(b"rh-second").hexdigest()}, requests_per_minute=1)
+    assert [edge.complete(max_tokens=1).status_code for _ in range(2)] == [200, 429]
+    assert edge.complete(key="rh-second", max_tokens=1).status_code == 200
+
+
+def test_a_full_queue_of_the_model_is_429_and_those_in_it_are_served(model_folders):
+    engine = FakeConfig(vocab_size=512, context_length=CONTEXT, max_running=1, max_waiting=1)
+    with running_edge(config_for(model_folders), engine) as edge:
+        edge.script.says_and_hangs("ab", edge.engine)
+        with ThreadPoolExecutor(2) as callers:
+            running = callers.submit(edge.complete)
+            edge.run(until(lambda: edge.engine.stats().running == 1))
+            edge.script.says("ab")
+            waiting = callers.submit(edge.chat)
+            edge.run(until(lambda: edge.engine.stats().waiting == 1))
+            refused = [edge.complete(stream=stream) for stream in (False, True)]
+            edge.run(resumed(edge))
+            answers = [running.result(30).status_code, waiting.result(30).status_code]
+    for response in refused:
+        assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+        assert response.json() == error("The model is overloaded; try again.", "rate_limit_error", code="overloaded")
+    assert answers == [200, 200]
+
+
+async def resumed(edge: RunningEdge) -> None:
+    edge.engine.resume()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what it waits for has no event
+            await asyncio.sleep(0.002)
+
+
+# --- keys ---
+
+
+def test_an_expired_key_is_401_that_says_so(edge):
+    edge.reconfigure(keys=[{**edge.config["keys"][0], "expires_at": "2001-01-01T00:00:00Z"}])
+    try:
+        response = edge.complete()
+    finally:
+        edge.reconfigure()
+    assert response.status_code == 401
+    assert response.json() == error("The API key has expired.", "authentication_error", code="invalid_api_key")
+
+
+@pytest.mark.parametrize("key", ["ask_0123", "tml-0123", "sk-0123", "0123", "Bearer"])
+def test_a_key_may_begin_with_anything(edge, key):
+    edge.reconfigure(keys=[{"name": "any", "sha256": hashlib.sha256(key.encode()).hexdigest()}])
+    try:
+        assert edge.complete(key=key, max_tokens=1).status_code == 200
+        assert edge.complete(key=KEY).status_code == 401
+    finally:
+        edge.reconfigure()
