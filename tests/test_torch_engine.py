@@ -246,9 +246,16 @@ def test_a_directory_that_holds_something_else_by_now_is_said_to_have_changed(en
 
 
 def test_an_adapter_that_takes_too_long_is_unavailable_for_now(engines: Engines) -> None:
-    engine = engines("llama", adapter_load_timeout_s=1e-9)
-    made = good_request(bound=adapter("llama", "q-v"))
-    assert isinstance(engine.one(made).error, AdapterUnavailable)
+    # One loader: while it has one, the others have waited too long at the next look.
+    engine = engines("llama", adapter_load_timeout_s=1e-9, adapter_loaders=1)
+    errors = [
+        result.error
+        for result in engine.generate(*(request((1, 2), adapter=adapter("llama", "q-v", seed)) for seed in range(12)))
+    ]
+    unavailable = [error for error in errors if error is not None]
+    assert unavailable
+    assert {type(error) for error in unavailable} == {AdapterUnavailable}
+    assert str(unavailable[0]) == "The checkpoint was not loaded within 1e-09 s; try again."
     assert_unused(engine)
 
 
