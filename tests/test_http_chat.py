@@ -1,10 +1,13 @@
 """Sections 3 and 4 of the contract: what /chat/completions renders and replies."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from harness import CHAT, PLAIN, RunningEdge, StoredCheckpoint
+
+from serve_app.schema.chat import ChatBody
 
 pytest_plugins = ("edge_fixtures",)
 
@@ -94,6 +97,21 @@ def test_max_completion_tokens_wins_over_max_tokens(edge: RunningEdge) -> None:
     assert edge.script.requests[-1].sampling.max_tokens == 3
     edge.chat(max_tokens=3, max_completion_tokens=5)
     assert edge.script.requests[-1].sampling.max_tokens == 5
+
+
+def test_null_means_unset_in_a_chat(edge: RunningEdge) -> None:
+    unset = [*(ChatBody.model_fields.keys() - {"model", "messages"}), "n", "response_format", "user", "store"]
+    edge.script.says("Hi.")
+    inner = dict.fromkeys(("reasoning_content", "tool_calls", "tool_call_id", "name", "refusal"))
+    messages = [{"role": "user", "content": "hi", **inner}]
+    response = edge.post("/chat/completions", model=CHAT, messages=messages, **dict.fromkeys(unset))
+    plain = edge.chat()
+    assert response.status_code == 200, response.text
+    assert "x-ignored-fields" not in response.headers
+    assert response.json()["choices"] == plain.json()["choices"]
+    first, second = edge.script.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert replace(first.sampling, seed=0) == replace(second.sampling, seed=0)
 
 
 def test_a_reply_as_the_sdk_dumps_it_can_be_sent_back(edge: RunningEdge) -> None:
@@ -187,6 +205,15 @@ def test_a_call_cut_by_length_is_text_and_no_call(edge: RunningEdge) -> None:
     assert body["message"]["content"].startswith("<tool_call>")
 
 
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": len(call()) // 2}, {"stop": " and"}])
+def test_a_reply_with_a_call_ends_in_tool_calls_however_it_ends(edge: RunningEdge, fields: Any) -> None:
+    edge.script.says(call(), " and a text that goes on for very long" * 9)
+    whole = edge.chat(tools=TOOLS, **fields).json()["choices"][0]
+    last = edge.events(edge.chat(tools=TOOLS, stream=True, **fields))[-2]["choices"][0]
+    assert (whole["finish_reason"], last["finish_reason"]) == ("tool_calls", "tool_calls")
+    assert len(whole["message"]["tool_calls"]) == 1
+
+
 def test_a_reply_that_cannot_be_parsed_is_plain_text_as_a_whole(edge: RunningEdge) -> None:
     reply = f"<think>\nHmm\n</think>\n\n{call()}<tool_call>\nbroken\n</tool_call>"
     edge.script.says(reply)
@@ -234,6 +261,24 @@ def test_logprobs_alone_have_no_alternatives(edge: RunningEdge) -> None:
     edge.script.says("a")
     content = edge.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in content] == [[], []]
+
+
+def test_the_best_come_with_the_sampled_one_when_it_is_not_among_them_in_a_chat(edge: RunningEdge) -> None:
+    edge.script.says("ab")
+    content = edge.chat(logprobs=True, top_logprobs=1, temperature=1).json()["choices"][0]["logprobs"]["content"]
+    for entry in content:
+        names = [top["token"] for top in entry["top_logprobs"]]
+        assert entry["token"] in names
+        assert len(names) == 1 + (names[0] != entry["token"])
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": 12}, {"stop": "Hel"}, {"separate_reasoning": False}])
+def test_a_chat_has_as_many_logprobs_as_ids_as_completion_tokens(edge: RunningEdge, fields: Any) -> None:
+    edge.script.says(f"<think>\nHmm\n</think>\n\n{call()}Hello.")
+    body = edge.chat(tools=TOOLS, logprobs=True, return_token_ids=True, **fields).json()
+    found, count = body["choices"][0], body["usage"]["completion_tokens"]
+    assert len(found["token_ids"]) == len(found["logprobs"]["content"]) == count > 5
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + count
 
 
 def test_token_ids_come_back_from_chats_too(edge: RunningEdge) -> None:

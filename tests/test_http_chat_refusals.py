@@ -105,6 +105,11 @@ def test_top_logprobs_need_logprobs(edge: RunningEdge) -> None:
     ("field", "value", "says"),
     [
         ("top_logprobs", 21, "must be at most 20, got 21."),
+        ("top_logprobs", -1, "must be at least 0, got -1."),
+        ("top_logprobs", True, "must be an integer, got true."),
+        ("max_tokens", True, "must be an integer, got true."),
+        ("max_completion_tokens", True, "must be an integer, got true."),
+        ("max_completion_tokens", 2.5, "must be an integer, got 2.5."),
         ("logprobs", 1, "must be true or false, got 1."),
         ("max_tokens", 0, "must be at least 1, got 0."),
         ("max_completion_tokens", 0, "must be at least 1, got 0."),

@@ -140,6 +140,10 @@ def test_a_checkpoint_that_cannot_be_served_says_why(
         ("top_k", 1.5, "must be an integer, got 1.5."),
         ("top_k", True, "must be an integer, got true."),
         ("min_p", 1.1, "must be at most 1, got 1.1."),
+        ("min_p", True, "must be a number, got true."),
+        ("presence_penalty", True, "must be a number, got true."),
+        ("frequency_penalty", False, "must be a number, got false."),
+        ("repetition_penalty", True, "must be a number, got true."),
         ("presence_penalty", 2.5, "must be at most 2, got 2.5."),
         ("frequency_penalty", -2.5, "must be at least -2, got -2.5."),
         ("repetition_penalty", 0, "must be at least 0.01, got 0."),
@@ -165,9 +169,23 @@ def test_a_value_out_of_range_names_field_limit_and_value(edge: RunningEdge, fie
     assert refused(edge.complete(**{field: value})) == (f"{field} {says}", field)
 
 
-def test_a_bias_out_of_range_names_its_token(edge: RunningEdge) -> None:
-    message = "logit_bias.7 must be a number from -100 to 100, got 101."
-    assert refused(edge.complete(logit_bias={"7": 101})) == (message, "logit_bias.7")
+@pytest.mark.parametrize(("bias", "shown"), [(101, "101"), (-100.5, "-100.5"), (True, "true"), ("1", '"1"')])
+def test_a_bias_out_of_range_names_its_token(edge: RunningEdge, bias: Any, shown: str) -> None:
+    message = f"logit_bias.7 must be a number from -100 to 100, got {shown}."
+    assert refused(edge.complete(logit_bias={"7": bias})) == (message, "logit_bias.7")
+
+
+@pytest.mark.parametrize("written", ["1e999", "-1e999"])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"]
+)
+def test_infinity_is_400_in_every_field_that_is_a_number(edge: RunningEdge, field: str, written: str) -> None:
+    content = f'{{"model": "{BASE}", "prompt": "x", "{field}": {written}}}'
+    with edge.http() as client:
+        response = client.post("/completions", content=content, headers={"content-type": "application/json"})
+    message, param = refused(response)
+    assert param == field
+    assert message.endswith(f"got {'-' * written.startswith('-')}Infinity.")
 
 
 def test_no_tokens_at_all_need_echo(edge: RunningEdge) -> None:

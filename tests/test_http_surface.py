@@ -2,6 +2,8 @@
 
 import gzip
 import json
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 from harness import BASE, CHAT, KEY, OTHER_KEY, RunningEdge, StoredCheckpoint
@@ -248,6 +250,32 @@ def test_a_checkpoint_is_a_model_with_the_context_of_its_base(edge: RunningEdge)
 
 def test_one_model_is_found_by_the_id_as_the_sdk_encodes_it(edge: RunningEdge) -> None:
     assert edge.sdk().models.retrieve("tiny/Chat:peft:128").id == "tiny/Chat:peft:128"
+
+
+def test_the_id_of_a_model_is_decoded_once(edge: RunningEdge) -> None:
+    path = "tinker://run:train:0/sampler_weights/000080"
+    edge.checkpoints.held[path] = StoredCheckpoint("1", owner="alice")
+    with edge.http() as client:
+        for requested in ("tiny/Chat", "tiny/Chat:peft:128", path, f"{CHAT}:peft:128;{path}"):
+            assert client.get(f"/models/{quote(requested, safe='')}").json()["id"] == requested
+        twice = client.get(f"/models/{quote(quote(CHAT, safe=''), safe='')}")
+    message = "The model 'tiny%2FChat' does not exist, or this key may not use it."
+    assert (twice.status_code, twice.json()) == (404, error(message, param="model", code="model_not_found"))
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "model is required."),
+        ({"model": None}, "model must be a string, got null."),
+        ({"model": 5}, "model must be a string, got 5."),
+        ({"model": ""}, "model must have 1 to 1024 characters, got 0."),
+    ],
+)
+def test_a_request_without_a_model_is_400(edge: RunningEdge, path: str, fields: Any, message: str) -> None:
+    response = edge.post(path, messages=[{"role": "user", "content": "x"}], prompt="x", **fields)
+    assert (response.status_code, response.json()) == (400, error(message, param="model"))
 
 
 def test_an_unknown_model_is_404(edge: RunningEdge) -> None:
