@@ -18,7 +18,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help print-python setup setup-dev demo serve example test test-slow test-gpu format clean
+.PHONY: help print-python setup setup-dev demo serve example test test-slow test-gpu test-clients format clean
 
 # The checkout's place counts too: the package is installed in editable mode, which points to it.
 LOCK := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; pwd; } | sha256sum | cut -c1-16)
@@ -27,6 +27,12 @@ DEV_INSTALLED := $(VENV)/.installed-dev-$(LOCK)
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # torch is left to TORCH; everything else has exactly one version.
 CONSTRAINTS := $(VENV)/constraints.txt
+# Other people's clients need versions that contradict ours: they have an environment of their own.
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_PINS := tests/clients/requirements.txt
+CLIENTS_INSTALLED := $(CLIENTS_VENV)/.installed-$(shell sha256sum < $(CLIENTS_PINS) | cut -c1-16)
+NODE := tests/clients/node
+NODE_INSTALLED := $(NODE)/node_modules/.installed-$(shell sha256sum < $(NODE)/package-lock.json | cut -c1-16)
 
 define install
 @grep -v '^torch==' constraints.txt > $(CONSTRAINTS)
@@ -52,6 +58,17 @@ $(DEV_INSTALLED): | $(VENV)/bin/python
 	$(call install,dev)
 	@touch $(SERVE_INSTALLED) $@
 
+$(CLIENTS_INSTALLED):
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11'; exit 1; }
+	@echo '==> Installing the clients of $(CLIENTS_PINS)'
+	@$(PYTHON) -m venv --clear $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps -r $(CLIENTS_PINS)
+	@touch $@
+
+$(NODE_INSTALLED):
+	@if command -v npm >/dev/null; then echo '==> Installing openai-node'; npm --prefix $(NODE) ci && touch $@; \
+		else echo '==> npm is not here: openai-node is left out'; fi
+
 print-python:
 	@echo $(PYTHON)
 
@@ -70,10 +87,10 @@ example: setup-dev demo ## train a checkpoint and sample it through the service 
 	@$(VENV)/bin/python cluster/examples/train_checkpoint.py --url http://$(HOST):$(PORT)/v1 $(ARGS)
 
 # Tests share the machine's cores among many threads and processes: waiting threads must sleep, not spin.
-test test-slow test-gpu: export OMP_WAIT_POLICY = passive
+test test-slow test-gpu test-clients: export OMP_WAIT_POLICY = passive
 test test-slow: export OMP_NUM_THREADS = 1
-test test-slow test-gpu: export HF_HUB_OFFLINE = 1
-test test-slow test-gpu: export RAY_USAGE_STATS_ENABLED = 0
+test test-slow test-gpu test-clients: export HF_HUB_OFFLINE = 1
+test test-slow test-gpu test-clients: export RAY_USAGE_STATS_ENABLED = 0
 
 test: setup-dev demo ## format, lint, import contracts, types and all tests but the slow ones
 	@echo '==> Format'
@@ -94,9 +111,12 @@ test-slow: setup-dev demo ## the slow tests
 test-gpu: setup-dev demo ## the tests that need a CUDA device
 	@$(VENV)/bin/python -m pytest -m gpu
 
+test-clients: setup-dev demo $(CLIENTS_INSTALLED) $(NODE_INSTALLED) ## other people's clients against the demo service
+	@CLIENTS_VENV=$(CLIENTS_VENV) $(VENV)/bin/python -m pytest --capture=no -m clients tests/clients
+
 format: setup-dev ## format and sort imports
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix --quiet .
 
-clean: ## remove .venv and the tools' caches; .cache with models and checkpoints stays
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: ## remove .venv, .venv-clients and the tools' caches; .cache with models and checkpoints stays
+	@rm -rf $(VENV) $(CLIENTS_VENV) $(NODE)/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
