@@ -33,10 +33,15 @@ class Checkpoint(Protocol):
 
 
 class Listing(Protocol):
-    """Checkpoints that a caller may use, newest first; `is_complete`: all of them."""
+    """Checkpoints that an owner may use, newest first; `is_complete`: all of them. `bases`: what each was trained on,
+    where it tells.
+    """
 
     @property
     def paths(self) -> Sequence[CheckpointPath]: ...
+
+    @property
+    def bases(self) -> Mapping[CheckpointPath, str]: ...
 
     @property
     def is_complete(self) -> bool: ...
@@ -89,9 +94,18 @@ class Catalog:
     def visible_to(self, caller: Caller) -> list[ServedModel]:
         return [model for model in self.models.values() if _may_use(caller, model)]
 
-    async def checkpoints_of(self, caller: Caller) -> Listing | None:
-        """None without a store."""
-        return None if self._checkpoints is None else await self._checkpoints.list(caller.owner)
+    async def checkpoints_of(self, caller: Caller) -> tuple[list[CheckpointPath], bool]:
+        """Those that the caller may use, and whether these are all."""
+        if self._checkpoints is None:
+            return [], True
+        listing = await self._checkpoints.list(caller.owner)
+        bases = listing.bases
+        return [path for path in listing.paths if self._may_sample(caller, bases.get(path))], listing.is_complete
+
+    def _may_sample(self, caller: Caller, trained_on: str | None) -> bool:
+        """Whether a checkpoint that was trained on this can be sampled; one that does not tell can, on a named base."""
+        model = None if trained_on is None else self._trained_on(trained_on)
+        return trained_on is None or (model is not None and _may_use(caller, model))
 
     async def resolve(self, requested: str, caller: Caller) -> Target:
         """Raises `InvalidRequest`, `ModelNotFound` or a `CheckpointError`."""
@@ -122,6 +136,10 @@ class Catalog:
             raise _not_found(str(path))
         return await self._checkpoints.resolve_for(path, caller.owner)
 
+    def _trained_on(self, name: str) -> ServedModel | None:
+        """The model that a checkpoint calls its base."""
+        return self._known_as.get(name) or self._known_as.get(name.partition(":")[0])
+
     def _base_of(
         self, path: CheckpointPath, checkpoint: Checkpoint, named: tuple[ServedModel, int] | None, caller: Caller
     ) -> tuple[ServedModel, int]:
@@ -130,7 +148,7 @@ class Catalog:
             if named is None:
                 raise InvalidRequest(f"The checkpoint {path} does not tell its base: use '<base>;{path}'.", "model")
             return named
-        own = self._known_as.get(trained_on) or self._known_as.get(trained_on.partition(":")[0])
+        own = self._trained_on(trained_on)
         if own is not None and not _may_use(caller, own):
             raise _not_found(str(path))  # what it was trained on is nothing for this caller to know
         if named is not None and named[0] is not own:

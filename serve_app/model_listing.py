@@ -19,10 +19,9 @@ async def list_models(catalog: Catalog, caller: Caller, *, with_checkpoints: boo
     items: list[ModelReply | CheckpointReply] = []
     for model in catalog.visible_to(caller):
         items += _with_variants(model)
-    listing = await catalog.checkpoints_of(caller) if with_checkpoints else None
-    if listing is not None:
-        items += [_checkpoint(str(path)) for path in listing.paths]
-    return {"object": "list", "data": items, "has_more": listing is not None and not listing.is_complete}
+    paths, are_all = await catalog.checkpoints_of(caller) if with_checkpoints else ([], True)
+    items += [_checkpoint(str(path)) for path in paths]
+    return {"object": "list", "data": items, "has_more": not are_all}
 
 
 async def describe(catalog: Catalog, requested: str, caller: Caller) -> ModelReply:

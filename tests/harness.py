@@ -59,6 +59,7 @@ class StoredCheckpoint:
 class StoredListing:
     paths: tuple[CheckpointPath, ...]
     is_complete: bool
+    bases: dict[CheckpointPath, str]
 
 
 @dataclass
@@ -78,8 +79,13 @@ class MemoryCheckpoints:
 
     async def list(self, owner: str | None) -> StoredListing:
         held = {path: found for path, found in self.held.items() if isinstance(found, StoredCheckpoint)}
-        mine = [path for path, found in held.items() if found.public or found.owner in (None, owner)]
-        return StoredListing(tuple(map(parse_checkpoint_path, mine)), is_complete=len(mine) < 3)
+        mine = {
+            parse_checkpoint_path(path): found.base_model
+            for path, found in held.items()
+            if found.public or found.owner in (None, owner)
+        }
+        bases = {path: base for path, base in mine.items() if base is not None}
+        return StoredListing(tuple(mine), len(mine) < 3, bases)
 
 
 @dataclass

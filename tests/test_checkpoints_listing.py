@@ -90,3 +90,21 @@ def test_a_search_ends_at_its_bounds(tmp_path: Path) -> None:
     search_folder(str(tmp_path), late)
     assert late.is_cut
     assert not late.found
+
+
+def test_a_listing_tells_what_each_checkpoint_was_trained_on(tmp_path: Path) -> None:
+    root = tmp_path / "1"
+    there, silent = ({CONFIG_FILE: config(base_model_name_or_path=base)} for base in ("told/There", None))
+    write(root, files(metadata={"base_model": "told/Here"}), _path("metadata"))
+    write(root, files() | there, _path("config"))
+    write(root, files() | silent, _path("silent"))
+    write_tar(root, tar_bytes(files(metadata={"base_model": "told/Here"})), _path("tar-metadata"))
+    write_tar(root, tar_bytes(files() | there), _path("tar-config"))
+    listing = _list(root, cache=tmp_path / "c")
+    assert _path("silent") in listing.paths
+    assert {path.name: base for path, base in listing.bases.items()} == {
+        "metadata": "told/Here",
+        "config": "told/There",
+        "tar-metadata": "told/Here",
+        "tar-config": "told/There",
+    }

@@ -234,6 +234,20 @@ def test_checkpoints_are_listed_when_asked_for(edge: RunningEdge) -> None:
     assert body["has_more"] is False
 
 
+def test_checkpoints_are_listed_for_the_bases_that_the_key_may_use(edge: RunningEdge) -> None:
+    for name, base in (("on-chat", CHAT), ("on-base", BASE), ("elsewhere", "other/Base")):
+        edge.checkpoints.held[f"tinker://r/sampler_weights/{name}"] = StoredCheckpoint(name, base_model=base)
+
+    def listed(key: str) -> list[str]:
+        with edge.http(key) as client:
+            ids = [item["id"] for item in client.get("/models?checkpoints=1").json()["data"]]
+        return [name.rpartition("/")[2] for name in ids if name.startswith("tinker://")]
+
+    assert (listed(KEY), listed(OTHER_KEY)) == (["on-chat", "on-base"], ["on-base"])
+    edge.checkpoints.held["tinker://r/sampler_weights/silent"] = StoredCheckpoint("s", base_model=None)
+    assert listed(OTHER_KEY) == ["on-base", "silent"]
+
+
 def test_a_listing_that_is_cut_says_so(edge: RunningEdge) -> None:
     for index in range(3):
         edge.checkpoints.held[f"tinker://r/sampler_weights/{index}"] = StoredCheckpoint(str(index))

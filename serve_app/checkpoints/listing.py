@@ -2,10 +2,11 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 
 from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from serve_app.checkpoints.beneath import LeavesRoot, opened
@@ -13,8 +14,16 @@ from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.checkpoints.content import FILES, open_folder, read_at
 from serve_app.checkpoints.filesystem import FileSystem
 from serve_app.checkpoints.local import FOLDER
-from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata
-from serve_app.checkpoints.tar import TarRefused, TarTruncated, TarWrong, known_files
+from serve_app.checkpoints.metadata import (
+    METADATA_FILE,
+    BadField,
+    Metadata,
+    NotJson,
+    base_of,
+    json_object,
+    parse_metadata,
+)
+from serve_app.checkpoints.tar import Member, TarRefused, TarTruncated, TarWrong, known_files
 from serve_app.errors import InvalidRequest
 from serve_app.model_id import CheckpointPath, parse_checkpoint_path
 
@@ -23,13 +32,16 @@ _TAR = ".tar"
 
 @dataclass(slots=True)
 class Search:
-    """One listing under way: for whom, within which bounds, and what was found, with its time of change."""
+    """One listing under way: for whom, within which bounds, and what was found, with its time of change and, where it
+    tells, the base that it was trained on.
+    """
 
     caller: str | None
     max_found: int = 1000
     max_entries: int = 20_000
     seconds: float = 5.0
     found: dict[CheckpointPath, float] = field(default_factory=dict)
+    bases: dict[CheckpointPath, str] = field(default_factory=dict)
     _claimed: set[CheckpointPath] = field(default_factory=set)
     _started: float = field(default_factory=time.monotonic)
     _entries: int = 0
@@ -51,8 +63,10 @@ class Search:
         self._claimed.add(path)
         return True
 
-    def add(self, path: CheckpointPath, metadata: bytes | None, changed_at: float) -> None:
-        """If the caller may use it."""
+    def add(
+        self, path: CheckpointPath, metadata: bytes | None, config: Callable[[], bytes | None], changed_at: float
+    ) -> None:
+        """If the caller may use it. `config` reads the adapter's configuration, if it is needed."""
         try:
             about = Metadata() if metadata is None else parse_metadata(metadata)
         except (NotJson, BadField):
@@ -60,6 +74,9 @@ class Search:
         is_over = about.expires_at is not None and about.expires_at <= datetime.now(UTC)
         if not is_over and is_open_to(about.owner, public=about.public, caller=self.caller):
             self.found[path] = changed_at
+            base = about.base_model or _base_in(config())
+            if base is not None:
+                self.bases[path] = base
 
     def newest_first(self) -> tuple[CheckpointPath, ...]:
         return tuple(sorted(self.found, key=lambda path: (-self.found[path], str(path))))
@@ -87,8 +104,9 @@ def _look_at(root: str, run: str, name: str, search: Search) -> None:
         if folder is not None:
             path = _path(run, name)
             if path is not None and search.claim(path) and {CONFIG_FILE, WEIGHTS_FILE} <= folder.files.keys():
-                about = folder.files.get(METADATA_FILE)
-                search.add(path, None if about is None else read_at(about, MAX_CONFIG_BYTES), folder.changed_at)
+                about, config = folder.files.get(METADATA_FILE), folder.files[CONFIG_FILE]
+                text = None if about is None else read_at(about, MAX_CONFIG_BYTES)
+                search.add(path, text, partial(read_at, config, MAX_CONFIG_BYTES), folder.changed_at)
         elif name.endswith(_TAR):
             _look_at_tar(root, run, name, search)
 
@@ -102,9 +120,14 @@ def _look_at_tar(root: str, run: str, name: str, search: Search) -> None:
         if found is not None and search.claim(path):
             members = known_files(found[0])
             if {CONFIG_FILE, WEIGHTS_FILE} <= members.keys():
-                member = members.get(METADATA_FILE)
-                text = None if member is None else read_at(found[0], min(member.size, MAX_CONFIG_BYTES), member.offset)
-                search.add(path, text, os.fstat(found[0]).st_mtime)
+                archive, _ = found
+                read = partial(_text_of, archive, members)
+                search.add(path, read(METADATA_FILE), partial(read, CONFIG_FILE), os.fstat(archive).st_mtime)
+
+
+def _text_of(archive: int, members: Mapping[str, Member], file: str) -> bytes | None:
+    member = members.get(file)
+    return None if member is None else read_at(archive, min(member.size, MAX_CONFIG_BYTES), member.offset)
 
 
 def search_files(files: FileSystem, search: Search) -> None:
@@ -120,10 +143,17 @@ def search_files(files: FileSystem, search: Search) -> None:
                 continue
             states = {state.name: state for state in files.states((run, FOLDER, name), FILES)}
             if {CONFIG_FILE, WEIGHTS_FILE} <= states.keys():
-                about = states.get(METADATA_FILE)
-                text = None if about is None else files.text((run, FOLDER, name), about, MAX_CONFIG_BYTES)
+                about, config, folder = states.get(METADATA_FILE), states[CONFIG_FILE], (run, FOLDER, name)
+                text = None if about is None else files.text(folder, about, MAX_CONFIG_BYTES)
                 if about is None or text is not None:
-                    search.add(path, text, 0.0)
+                    search.add(path, text, partial(files.text, folder, config, MAX_CONFIG_BYTES), 0.0)
+
+
+def _base_in(config: bytes | None) -> str | None:
+    try:
+        return None if config is None else base_of(json_object(config))
+    except NotJson:
+        return None
 
 
 def _path(run: str, name: str) -> CheckpointPath | None:

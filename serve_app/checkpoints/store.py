@@ -9,10 +9,10 @@ checkpoint: it is there in the first request after its last byte was written, an
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """`paths`: newest first. `is_complete`: whether these are all."""
+    """`paths`: newest first. `is_complete`: whether these are all. `bases`: what they were trained on, if they tell."""
 
     paths: tuple[CheckpointPath, ...]
     is_complete: bool
+    bases: Mapping[CheckpointPath, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class CheckpointStore:
             except (OSError, StoreFailed) as exc:
                 logger.warning("A root of checkpoints cannot be listed: %r", exc)
                 is_complete = False
-        return Listing(search.newest_first(), is_complete and not search.is_cut)
+        return Listing(search.newest_first(), is_complete and not search.is_cut, search.bases)
 
     def close(self) -> None:
         """What is under way ends in its own time; its results are dropped."""
