@@ -9,13 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from engines.errors import EngineError
 from renderers.base import RenderError
 from serve_app.auth import hash_key, new_key
 from serve_app.client import Client, ServiceRefused
-from serve_app.config import ServiceConfig
+from serve_app.config import KeyConfig, KeyLimits, ServiceConfig
 from serve_app.deploy_config import DEMO_KEY, DeployConfig, load_deploy_config
 from serve_app.errors import ConfigRefused, ServiceError
 from serve_app.launch import LaunchFailed, say, up
@@ -58,8 +59,23 @@ def _check(options: argparse.Namespace) -> None:
 
 def _new_key(options: argparse.Namespace) -> None:
     key = new_key()
+    limits = {name: getattr(options, name) for name in KeyLimits.model_fields if getattr(options, name) is not None}
+    entry = {
+        "name": options.name,
+        "sha256": hash_key(key).hex(),
+        "models": options.models,
+        "owner": options.owner,
+        "expires_at": options.expires_at,
+        "limits": limits or None,
+    }
+    given = {name: value for name, value in entry.items() if value is not None}
+    try:
+        KeyConfig.model_validate(given)
+    except ValidationError as exc:
+        raise ConfigRefused(explain(exc.errors()[0], "The key")[1]) from exc
     say(f"The key, shown this once: {key}")
-    say(f"Under user_config.keys in config.yaml:\n- name: {options.name}\n  sha256: {hash_key(key).hex()}")
+    lines = yaml.safe_dump([given], sort_keys=False, allow_unicode=True).rstrip()
+    say(f"Under user_config.keys in config.yaml:\n{lines}")
 
 
 def _models(options: argparse.Namespace) -> None:
@@ -175,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     keys = _add_group(commands, "keys", "API keys")
     command = _add(keys, "new", _new_key, "make a key, and the lines of config.yaml that let it in")
     command.add_argument("name", help="the caller's name in logs and metrics")
+    _add_key_options(command)
 
     _add_client(_add(commands, "models", _models, "what a running service has for a key"))
 
@@ -218,6 +235,15 @@ def _add(
 def _add_group(commands: Subparsers, name: str, description: str) -> Subparsers:
     group = commands.add_parser(name, help=description, description=description.capitalize() + ".")
     return group.add_subparsers(required=True, metavar="COMMAND")
+
+
+def _add_key_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--models", nargs="+", metavar="ID", help="the base models that it may use; default: all")
+    command.add_argument("--owner", help="whose private checkpoints it may use; default: nobody's")
+    command.add_argument("--expires-at", metavar="TIME", help="such as 2031-01-01T00:00:00Z; default: never")
+    for name in KeyLimits.model_fields:
+        what = f"{name.replace('_', ' ')}; default: as in limits.per_key"
+        command.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from harness import BASE, CHAT, KEY, RunningEdge
 from serve_app.auth import hash_key
 from serve_app.cli import main
 from serve_app.client import Client, ServiceRefused
+from serve_app.config import KeyConfig, KeyLimits
 from serve_app.deploy_config import load_deploy_config
 from serve_app.launch import welcome
 
@@ -56,6 +58,41 @@ def test_a_new_key_is_let_in_by_the_lines_that_come_with_it(capsys):
     printed = capsys.readouterr().out
     key = printed.split("this once: ")[1].split()[0]
     assert yaml.safe_load(printed.partition("config.yaml:\n")[2]) == [{"name": "alice", "sha256": hash_key(key).hex()}]
+
+
+def new_key_lines(capsys: pytest.CaptureFixture[str], *options: str) -> object:
+    assert main(["keys", "new", *options]) == 0
+    return yaml.safe_load(capsys.readouterr().out.partition("config.yaml:\n")[2])
+
+
+def test_a_new_key_can_have_models_an_owner_an_end_and_limits(capsys):
+    whose = ["--models", "a/b", "c/d", "--owner", "alice", "--expires-at", "2031-01-01T00:00:00Z"]
+    limits_given = ["--concurrency", "4", "--requests-per-minute", "60", "--tokens-per-minute", "10000"]
+    (entry,) = new_key_lines(capsys, "ci", *whose, *limits_given)
+    limits = {"concurrency": 4, "requests_per_minute": 60, "tokens_per_minute": 10000}
+    key = KeyConfig.model_validate(entry)
+    assert (key.name, key.models, key.owner, key.limits) == ("ci", ("a/b", "c/d"), "alice", KeyLimits(**limits))
+    assert key.expires_at == datetime(2031, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("name", ["null", "7", "a: b", "- x", "Jürgen", "#1"])
+def test_a_new_key_can_have_any_name(capsys, name):
+    (entry,) = new_key_lines(capsys, "--", name)
+    assert KeyConfig.model_validate(entry).name == name
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--concurrency", "0"], "limits.concurrency must be at least 1, got 0.\n"),
+        (["--expires-at", "2031-01-01"], 'expires_at must have timezone info, got "2031-01-01".\n'),
+        (["--owner", ""], 'owner must not be empty, got "".\n'),
+    ],
+)
+def test_a_key_that_the_service_would_refuse_is_not_made(capsys, options, sentence):
+    assert main(["keys", "new", "ci", *options]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", sentence)
 
 
 def test_a_text_is_shown_as_tokens(config, capsys):
