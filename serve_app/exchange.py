@@ -34,7 +34,7 @@ class Exchange:
     ignored_fields: tuple[str, ...] = ()
     response_started: bool = False
     response_ended: bool = False
-    sending_s: float = 0.0  # spent on sending the body, which is waiting for a client that reads slowly
+    waits_for_client: bool = False  # to read; stays true when the wait was given up
     extra_headers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -82,11 +82,9 @@ class Exchange:
         await self._send_body({"type": "http.response.body", "body": content})
 
     async def _send_body(self, message: Message) -> None:
-        began_at = time.monotonic()
-        try:
-            await self.send(message)
-        finally:
-            self.sending_s += time.monotonic() - began_at
+        self.waits_for_client = True
+        await self.send(message)
+        self.waits_for_client = False
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the status line and all headers; those of every response included."""

@@ -172,6 +172,6 @@ async def _time_limit(exchange: Exchange, limits: LimitsConfig) -> AsyncIterator
     except TimeoutError as exc:
         if not limit.expired():
             raise
-        if exchange.sending_s > seconds / 2:
+        if exchange.waits_for_client:
             raise TotalTimeout(f"The client reads too slowly: the reply was not read within {seconds:g} s.") from exc
         raise TotalTimeout(f"The request took longer than {seconds:g} s.") from exc

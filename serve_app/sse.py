@@ -69,6 +69,4 @@ class EventStream:
             if silent_s < self._keep_alive_s:
                 await asyncio.sleep(self._keep_alive_s - silent_s)
             else:
-                self._wrote_at = self._loop.time()
-                # Not by `Exchange.write`: `write` may be waiting for the client too, and the time would count twice.
-                await self._exchange.send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                await self.write(_KEEP_ALIVE)
