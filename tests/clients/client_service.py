@@ -78,7 +78,7 @@ def client_service(folder: Path) -> Iterator[ClientService]:
                 printed.append(line)
                 if "is ready at" in line:
                     break
-            assert "is ready at" in printed[-1], "".join(printed)
+            assert "is ready at" in "".join(printed[-1:]), "".join(printed)
             yield ClientService(port)
         finally:
             process.send_signal(signal.SIGINT)

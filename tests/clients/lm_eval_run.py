@@ -28,8 +28,8 @@ class Evaluation:
     generations: list[str]
 
 
-def worst_difference(some: Sequence[float], others: Sequence[float]) -> float:
-    return max(abs(one - other) for one, other in zip(some, others, strict=True))
+def differences(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [abs(one - other) for one, other in zip(some, others, strict=True)]
 
 
 def evaluate(
@@ -75,11 +75,9 @@ class Reference:
         pairs = [(self._ids(text.context + text.continuation), len(self._ids(text.context))) for text in texts]
         begin = self._tokenizer.bos_token_id  # what stands before a text whose first token is to be scored
         whole = self._score([([begin, *ids], 1) for ids, _ in pairs[:few]])
-        scores = self._score(pairs)
+        continuations, are_greedy = zip(*self._score(pairs), strict=True)
         generations = [self._generate(ids[:given]) for ids, given in pairs[:few]]
-        return Evaluation(
-            [nats for nats, _ in scores], [greedy for _, greedy in scores], [nats for nats, _ in whole], generations
-        )
+        return Evaluation(list(continuations), list(are_greedy), [nats for nats, _ in whole], generations)
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text).input_ids)
