@@ -32,11 +32,14 @@ pickling between processes. No message holds prompt or completion text.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeVar
 
 from engines import errors as engine_errors
 from renderers.base import RenderError
 
 MAX_RETRY_AFTER_S = 30
+
+Remembered = TypeVar("Remembered", bound=Exception)
 
 
 class ServiceError(Exception):
@@ -143,6 +146,13 @@ class TotalTimeout(ServingError):
     """The request took longer than any may."""
 
 
+def afresh(error: Remembered) -> Remembered:
+    """The same error, never raised. What is remembered is a copy and is raised as a copy: an instance that is raised
+    again and again collects the frames of every request that it went through, their bodies included.
+    """
+    return type(error)(*error.args)
+
+
 @dataclass(frozen=True, slots=True)
 class HttpError:
     """An error as HTTP shows it."""
@@ -223,11 +233,6 @@ def codes_by_status() -> dict[int, list[str]]:
     for row in (*_TABLE.values(), _OURS):
         codes.setdefault(row.status, set()).update([row.code] if row.code else [])
     return {status: sorted(found) for status, found in sorted(codes.items())}
-
-
-def is_ours(exc: BaseException) -> bool:
-    """Whether this is a fault of the service that an operator must see with its traceback."""
-    return to_http(exc).status == 500
 
 
 def _retry_headers(exc: BaseException, row: _Row) -> Mapping[str, str]:

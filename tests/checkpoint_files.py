@@ -1,11 +1,15 @@
 """Checkpoints on disk for tests: small files of the right form, without torch."""
 
 import asyncio
+import gc
 import io
 import json
 import struct
 import tarfile
+import threading
 import time
+import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +17,7 @@ from typing import TypeVar
 
 from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from serve_app.checkpoints import Checkpoint, CheckpointStore
+from serve_app.errors import CheckpointError
 from serve_app.model_id import CheckpointPath
 
 PATH = CheckpointPath("run-1:train:0", "000080")
@@ -88,6 +93,38 @@ def run(call: Callable[[], Awaitable[Result]]) -> Result:
         return await call()
 
     return asyncio.run(main())
+
+
+def assert_never_raised_twice(store: CheckpointStore, kind: type[CheckpointError]) -> None:
+    """Each request for the path gets an error of its own, with no more frames than the one before, and the locals of
+    one that was answered are let go.
+    """
+
+    class Body:
+        """What a request brings along."""
+
+    async def ask(body: Body) -> CheckpointError:
+        try:
+            await store.resolve(PATH)
+        except kind as exc:
+            return exc
+        raise AssertionError("it was served")
+
+    gone, errors, watched = threading.Semaphore(0), list[CheckpointError](), list[weakref.ref[Body]]()
+    for _ in range(3):
+        body = Body()
+        watched.append(weakref.ref(body, lambda _: gone.release()))
+        errors.append(run(lambda body=body: ask(body)))
+        del body
+    assert len({id(error) for error in errors}) == 3
+    assert len({str(error) for error in errors}) == 1
+    frames = [len(traceback.extract_tb(error.__traceback__)) for error in errors]
+    assert frames[1] == frames[2]
+    errors.clear()
+    for _ in watched:
+        assert any(
+            gone.acquire(timeout=0.05) for _ in range(100) if gc.collect() >= 0
+        )  # a thread may still look at one
 
 
 def resolve(root: Path | str, path: CheckpointPath = PATH, **options: object) -> Checkpoint:

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 from checkpoint_files import (
     PATH,
+    assert_never_raised_twice,
     config,
     digest,
     files,
@@ -241,6 +242,19 @@ def test_a_store_that_fails_is_unavailable_for_seconds_and_not_asked_meanwhile(t
     Failing.fails = False
     with opened_store("failing://root", cache=tmp_path) as store, pytest.raises(CheckpointNotFound):
         run(lambda: store.resolve(PATH))
+
+
+def test_an_error_of_a_remote_root_that_is_remembered_holds_on_to_no_request(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put({**files(), "checkpoint.json": b'{"owner": 7}'})
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    Failing.fails = True
+    for recheck_s in (0.0, 1000.0):
+        cache = tmp_path / str(recheck_s)
+        with opened_store(bucket.url, cache=cache, recheck_s=recheck_s) as store:
+            assert_never_raised_twice(store, CheckpointRefused)
+            assert store.counters.fetches == 1
+    with opened_store("failing://root", cache=tmp_path / "c", recheck_s=1000.0) as store:
+        assert_never_raised_twice(store, CheckpointUnavailable)
 
 
 def test_a_time_limit_ends_the_wait_and_not_the_work(tmp_path: Path) -> None:

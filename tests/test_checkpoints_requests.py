@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import (
     PATH,
+    assert_never_raised_twice,
     config,
     digest,
     files,
@@ -100,6 +101,13 @@ def test_what_was_refused_is_not_read_again_until_it_changes(root: Path) -> None
         assert store.counters.reads == 1
         write(root, files())
         assert run(lambda: store.resolve(PATH)).digest == digest(files())
+
+
+def test_a_refusal_that_is_remembered_holds_on_to_no_request(root: Path) -> None:
+    write(root, {**files(), CONFIG_FILE: b"{]"})
+    with opened_store(root, cache=root / "c", clock=later()) as store:
+        assert_never_raised_twice(store, CheckpointRefused)
+        assert store.counters.reads == 1
 
 
 def test_what_is_remembered_is_bounded_by_its_templates(root: Path) -> None:

@@ -27,6 +27,7 @@ from serve_app.checkpoints.content import Fingerprint, Reader, fingerprint, open
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.flights import Flights
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused, Report
+from serve_app.errors import afresh
 from serve_app.model_id import CheckpointPath
 
 FOLDER: Final = "sampler_weights"
@@ -169,7 +170,7 @@ class LocalRoot:
                 content = Reader(folder, report, self._max_bytes, is_young).read()
                 return Checkpoint.of(path, content, folder.path)
         except (OwnedIncomplete, OwnedRefused) as exc:
-            return exc
+            return afresh(exc)
 
     def _read_tar(self, path: CheckpointPath, report: Report, *, is_young: bool) -> Checkpoint | None:
         with opened(self.root, _parts(path, ".tar")) as found:
@@ -187,5 +188,5 @@ def _parts(path: CheckpointPath, suffix: str = "") -> tuple[str, ...]:
 
 def _settled(outcome: Outcome | OwnedIncomplete | None) -> Checkpoint | None:
     if isinstance(outcome, Exception):
-        raise outcome
+        raise afresh(outcome)
     return outcome

@@ -26,7 +26,13 @@ from serve_app.checkpoints.flights import Flights
 from serve_app.checkpoints.local import FOLDER, YOUNG_S
 from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata
 from serve_app.checkpoints.report import Report, Unfit
-from serve_app.errors import CheckpointError, CheckpointIncomplete, CheckpointRefused, CheckpointUnavailable
+from serve_app.errors import (
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointRefused,
+    CheckpointUnavailable,
+    afresh,
+)
 from serve_app.model_id import CheckpointPath
 
 _ATTEMPTS = 3
@@ -94,13 +100,13 @@ class RemoteRoot:
         known = self._remembered(path)
         now = time.monotonic()
         if known.error is not None and now < min(known.until, known.asked_at + self._recheck_s):
-            raise known.error
+            raise afresh(known.error)
         if known.content is None or now >= known.asked_at + self._recheck_s:
             await self._ask(path, known)
         if known.listing is None:
             return None
         if known.error is not None:
-            raise known.error
+            raise afresh(known.error)
         if known.content is not None:
             content = known.content
             directory = await self._entries.run((path, content.digest), lambda: self._cache.use(content.digest))
@@ -123,7 +129,7 @@ class RemoteRoot:
         except StoreFailed as exc:
             known.error = CheckpointUnavailable(f"The store of the checkpoint {path} does not answer.")
             known.asked_at, known.until = time.monotonic(), time.monotonic() + _FAILED_S
-            raise known.error from exc
+            raise afresh(known.error) from exc
         now = time.monotonic()
         if listing != known.listing or not (listing and listing.is_telling) or now >= known.until:
             known.error = None
@@ -146,7 +152,7 @@ class RemoteRoot:
             fetched = await self._fetches.run((path, listing), lambda: self._noted_or_fetched(path, listing, is_young))
         except (CheckpointIncomplete, CheckpointRefused) as exc:
             if known.listing == listing:
-                known.error = exc
+                known.error = afresh(exc)
                 known.until = math.inf if isinstance(exc, CheckpointRefused) else time.monotonic() + YOUNG_S
             raise
         except FileNotFoundError as exc:  # it was there a moment ago
@@ -154,7 +160,7 @@ class RemoteRoot:
         except StoreFailed as exc:
             known.error = CheckpointUnavailable(f"The store of the checkpoint {path} does not answer.")
             known.until = time.monotonic() + _FAILED_S
-            raise known.error from exc
+            raise afresh(known.error) from exc
         if known.listing == listing:
             known.content = fetched[0]
         return fetched
