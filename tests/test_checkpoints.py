@@ -252,6 +252,19 @@ def test_a_field_of_checkpoint_json_that_cannot_be_understood_is_refused(root: P
         resolve(root)
 
 
+@pytest.mark.parametrize("is_tar", [False, True])
+def test_hashes_of_files_that_are_never_read_are_not_compared(root: Path, is_tar: bool) -> None:
+    contents = {**files(), "adapter_model.bin": b"\x80" * (9 << 20), "checkpoint_complete": b"done"}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    hashes |= {"checkpoint_complete": "0" * 64}
+    contents = {"checkpoint.json": json.dumps({"sha256": hashes}).encode(), **contents}
+    if is_tar:
+        write_tar(root, tar_bytes(contents))
+    else:
+        write(root, contents)
+    assert resolve(root).digest == digest(contents)
+
+
 def test_hashes_that_are_right_pass_in_either_case(root: Path) -> None:
     contents = {**files(), "chat_template.jinja": b"x"}
     hashes = {name: hashlib.sha256(content).hexdigest().upper() for name, content in contents.items()}
