@@ -1,12 +1,17 @@
 """Which checkpoints there are: the caller's and everybody's, newest first, within bounds."""
 
+import asyncio
 import os
+import threading
 from pathlib import Path
+from typing import ClassVar
 
-from checkpoint_files import config, files, opened_store, run, tar_bytes, write, write_tar
+import fsspec
+from checkpoint_files import PATH, config, digest, files, opened_store, run, tar_bytes, write, write_tar
+from fsspec.implementations.memory import MemoryFileSystem
 
 from engines.lora.digest import CONFIG_FILE
-from serve_app.checkpoints import Listing
+from serve_app.checkpoints import CheckpointStore, Listing
 from serve_app.checkpoints.listing import Search, search_folder
 from serve_app.model_id import CheckpointPath
 
@@ -54,6 +59,32 @@ def test_what_is_no_checkpoint_is_left_out(tmp_path: Path) -> None:
     (root / "file").touch()
     (root / "empty").mkdir()
     assert _list(root, tmp_path / "not there", cache=tmp_path / "c") == Listing((_path("ok"),), True)
+
+
+def test_a_root_that_hangs_delays_neither_the_list_nor_a_request(tmp_path: Path) -> None:
+    class Hanging(MemoryFileSystem):
+        protocol = "hanging"
+        store: ClassVar[dict[str, object]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+        go = threading.Event()
+
+        def ls(self, path: str, detail: bool = True, **kwargs: object) -> list[dict[str, object]]:
+            Hanging.go.wait(20)
+            return super().ls(path, detail=detail, **kwargs)
+
+    fsspec.register_implementation("hanging", Hanging, clobber=True)
+    write(tmp_path / "root", files())
+
+    async def list_for_many(store: CheckpointStore) -> list[Listing]:
+        listings = await asyncio.gather(*(store.list(f"owner {i}") for i in range(9)))
+        assert (await store.resolve(PATH)).digest == digest(files())
+        return listings
+
+    try:
+        with opened_store(tmp_path / "root", "hanging://root", cache=tmp_path / "c", timeout_s=0.3) as store:
+            assert run(lambda: list_for_many(store)) == [Listing((), False)] * 9
+    finally:
+        Hanging.go.set()
 
 
 def test_an_earlier_root_hides_what_a_later_one_has(tmp_path: Path) -> None:

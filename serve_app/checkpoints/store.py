@@ -30,6 +30,8 @@ from serve_app.model_id import CheckpointPath
 
 logger = logging.getLogger(__name__)
 
+_LIST_S = 15.0  # a search looks for 5 s; the rest is for the call that it waits for
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:
@@ -71,7 +73,8 @@ class CheckpointStore:
         self._cache = DiskCache(directory, cache_bytes)
         self._looks = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-look")
         self._reads = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-read")
-        self._listings = Flights[str | None, Listing](self._reads)
+        self._searches = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-list")
+        self._listings = Flights[str | None, Listing](self._searches)
         self._timeout_s = timeout_s
         self._clock = clock
         self._roots = [self._root(root, max_bytes, recheck_s) for root in roots]
@@ -139,10 +142,15 @@ class CheckpointStore:
         return None
 
     async def list(self, owner: str | None) -> Listing:
-        """Checkpoints that look complete and that this owner may use. Bounded: at most 1000, 5 s. A root that does not
-        answer is left out.
+        """Checkpoints that look complete and that this owner may use. Bounded: at most 1000, and 5 s of looking. A root
+        that cannot be listed is left out; while one does not answer at all, the list is empty and not complete.
         """
-        return await self._listings.run(owner, lambda: self._search(owner))
+        try:
+            async with asyncio.timeout(min(self._timeout_s, _LIST_S)):
+                return await self._listings.run(owner, lambda: self._search(owner))
+        except TimeoutError:
+            logger.warning("The roots of checkpoints were not listed in time.")
+            return Listing((), is_complete=False)
 
     def _search(self, owner: str | None) -> Listing:
         search, is_complete = Search(owner), True
@@ -163,6 +171,7 @@ class CheckpointStore:
         """What is under way ends in its own time; its results are dropped."""
         self._looks.shutdown(wait=False, cancel_futures=True)
         self._reads.shutdown(wait=False, cancel_futures=True)
+        self._searches.shutdown(wait=False, cancel_futures=True)
 
 
 def _not_found(path: CheckpointPath) -> CheckpointNotFound:
