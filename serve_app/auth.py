@@ -6,9 +6,10 @@ A key is 256 random bits, so its SHA-256 cannot be searched for and needs no sal
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from types import MappingProxyType
 
 from serve_app.config import KeyConfig, KeyLimits, LimitsConfig, is_expired, key_digest
 from serve_app.errors import ConfigRefused, NotAuthenticated
@@ -37,11 +38,17 @@ class _Key:
 class Keyring:
     """The keys of one configuration."""
 
-    def __init__(self, keys: Iterable[KeyConfig], limits: LimitsConfig) -> None:
-        """Raises `ConfigRefused`: a key cannot be read, or two are the same."""
+    def __init__(
+        self,
+        keys: Iterable[KeyConfig],
+        limits: LimitsConfig,
+        *,
+        more_variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`more_variables`: as in `key_digest`. Raises `ConfigRefused`: a key cannot be read, or two are the same."""
         self._keys: dict[bytes, _Key] = {}
         for config in keys:
-            digest = key_digest(config)
+            digest = key_digest(config, more_variables)
             if digest in self._keys:
                 raise ConfigRefused(f"The keys {self._keys[digest].config.name!r} and {config.name!r} are the same.")
             self._keys[digest] = _Key(digest, config, _caller(config, limits.per_key))

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from engines.errors import EngineError
 from renderers.base import RenderError
-from serve_app.auth import hash_key, new_key
+from serve_app.auth import Keyring, hash_key, new_key
 from serve_app.client import Client, ServiceRefused
 from serve_app.config import KeyConfig, KeyLimits, ServiceConfig
 from serve_app.deploy_config import DEMO_KEY, DeployConfig, load_deploy_config
@@ -155,7 +155,7 @@ def _service(options: argparse.Namespace) -> ServiceConfig:
 
 
 def _checked(path: Path) -> DeployConfig:
-    """As `load_deploy_config`, and as Serve itself checks it."""
+    """As `load_deploy_config`, and as Serve itself checks it; the keys can be read, as far as this machine tells."""
     from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
     config = load_deploy_config(path)
@@ -168,6 +168,9 @@ def _checked(path: Path) -> DeployConfig:
     except ValidationError as exc:
         sentences = {explain(error, str(path))[1] for error in exc.errors()}
         raise ConfigRefused("\n".join(sorted(sentences))) from exc
+    if config.service is not None:
+        # Nobody is let in by what is never read: the ingress would refuse the whole configuration.
+        Keyring(config.service.keys, config.service.limits, more_variables=config.ingress_variables)
     return config
 
 

@@ -51,6 +51,7 @@ import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -174,13 +175,15 @@ def parse_config(raw: object) -> ServiceConfig:
         raise ConfigRefused(explain(exc.errors()[0], "The configuration")[1]) from exc
 
 
-def key_digest(key: KeyConfig) -> bytes:
-    """SHA-256 of the key, read from where its configuration says. Raises `ConfigRefused`."""
+def key_digest(key: KeyConfig, more_variables: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """SHA-256 of the key, read from where its configuration says. `more_variables`: those that the ingress has and this
+    process has not. Raises `ConfigRefused`.
+    """
     if key.sha256 is not None:
         return bytes.fromhex(key.sha256)
     if key.env is not None:
         place = f"the environment variable {key.env!r}"
-        secret = os.environ.get(key.env, "")  # noqa: TID251 - the one place that the rule sends everybody to
+        secret = {**os.environ, **more_variables}.get(key.env, "")  # noqa: TID251 - where the rule sends everybody to
     else:
         assert key.file is not None
         place = f"the file {key.file!r}"

@@ -60,6 +60,14 @@ class DeployConfig:
         return self.service is not None and any(key.sha256 == digest for key in self.service.keys)
 
     @property
+    def ingress_variables(self) -> dict[str, str]:
+        """The environment variables that the file gives to the ingress."""
+        for application in self.raw["applications"]:
+            if application.get("import_path") == API:
+                return _environment(application.get("runtime_env"))
+        return {}
+
+    @property
     def graceful_shutdown_timeout_s(self) -> float:
         """How long the service may take to finish its requests: the API first, then the models."""
         timeouts = [args.graceful_shutdown_timeout_s for args in self.apps.values()]
@@ -77,7 +85,7 @@ class DeployConfig:
         """The same with free ports for HAProxy's own purposes, unless the file names them: the usual ones are taken
         when a second service runs on the machine. Raises `ConfigRefused` where a port that the file names is taken.
         """
-        variables = _environment(self.raw)
+        variables = _environment((self.raw.get("controller_options") or {}).get("runtime_env"))
         if variables.get(_HAPROXY) != "1":
             return self
         chosen = {name: str(free_port()) for name in _HAPROXY_PORTS if name not in variables}
@@ -172,6 +180,5 @@ def _user_config(application: Yaml) -> object:
     raise ConfigRefused(f"deployments must have one named {INGRESS!r} with a user_config.")
 
 
-def _environment(raw: Yaml) -> dict[str, str]:
-    options = raw.get("controller_options") or {}
-    return (options.get("runtime_env") or {}).get("env_vars") or {}
+def _environment(runtime_env: Yaml | None) -> dict[str, str]:
+    return (runtime_env or {}).get("env_vars") or {}

@@ -48,10 +48,17 @@ class Ingress:
         return build_http_app(self._service)
 
     async def reconfigure(self, user_config: object) -> None:
-        """Never raises: Serve would take the ingress down."""
+        """Never raises: Serve would take the ingress down, also one that has a good configuration."""
         await self._service.reconfigure(user_config)
         # The first question starts what answers it, so that readiness is known before anybody asks.
         await self._replicas.readiness({model.config.app for model in self._service.settings.catalog.models.values()})
+
+    def check_health(self) -> None:
+        """Serve calls this once `reconfigure` has returned, before a replica counts as running, and every few seconds.
+        One that has no configuration knows no keys: it would tell every caller that theirs is wrong. Raises
+        `ConfigRefused`, which is then why the deployment failed.
+        """
+        self._service.require_configuration()
 
     async def __del__(self) -> None:
         """Serve awaits this once the requests are finished or out of time."""

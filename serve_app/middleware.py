@@ -16,7 +16,7 @@ from urllib.parse import quote
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.errors import NotFound, to_http
+from serve_app.errors import ConfigRefused, NotFound, NotReady, to_http
 from serve_app.exchange import ClientLeft, Exchange
 from serve_app.logs import trace_of
 from serve_app.service import Service
@@ -132,11 +132,20 @@ class Authenticate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             exchange = Exchange.of(scope)
+            _require_keys(self._service)
             authorization = exchange.header(b"authorization")
             caller = self._service.settings.keyring.authenticate(authorization, self._now())
             exchange.authenticated = caller
             exchange.record.key_name = caller.name
         await self._app(scope, receive, send)
+
+
+def _require_keys(service: Service) -> None:
+    """Without a configuration there are no keys: to call a valid one wrong would make its owner throw it away."""
+    try:
+        service.require_configuration()
+    except ConfigRefused as exc:  # the reason is for the log: it names what callers need not know
+        raise NotReady("Not ready: the service has no configuration.") from exc
 
 
 async def _answer(exchange: Exchange, exc: Exception) -> None:

@@ -46,7 +46,7 @@ class Service:
         self.keep_alive_s = keep_alive_s
         self.limiter = Limiter()
         self.workers = Workers()
-        self.config_error: str | None = "there is no configuration yet"
+        self.config_error: str | None = "There is no configuration: the deployment has no user_config."
         self._open_checkpoints = open_checkpoints
         self._config: ServiceConfig | None = None
         self._checkpoints: Checkpoints | None = None
@@ -55,8 +55,9 @@ class Service:
         self.settings = Settings(limits, Catalog({}, None), Keyring((), limits))
 
     async def reconfigure(self, raw: object) -> None:
-        """Take a configuration over, or keep the last good one and say why. Never raises: in Ray that would take the
-        ingress down. Models that did not change are not loaded again; requests under way finish as they began.
+        """Take a configuration over, or keep the last good one and say why. Never raises: in Ray that would take down
+        an ingress that serves by the last good one. Models that did not change are not loaded again; requests under
+        way finish as they began.
         """
         async with self._changing:
             try:
@@ -68,6 +69,11 @@ class Service:
                 self._note(f"The configuration cannot be taken over: {type(exc).__name__}.")
             else:
                 self._note(None)
+
+    def require_configuration(self) -> None:
+        """Raises `ConfigRefused` with the reason as long as none was ever taken over."""
+        if self._config is None:
+            raise ConfigRefused(self.config_error)
 
     def close(self) -> None:
         self.workers.close()
@@ -92,4 +98,4 @@ class Service:
         if error is None:
             logger.info("Configuration taken over: %d models.", len(self.settings.catalog.models))
         else:
-            logger.error("Configuration refused, the last good one stays: %s", error)
+            logger.error("Configuration refused, the last good one stays if there is one: %s", error)

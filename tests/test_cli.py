@@ -53,6 +53,28 @@ def test_what_serve_refuses_is_said_in_a_sentence(config, capsys):
     assert error.count("\n") == 1
 
 
+def with_key_from(config: str, variable: str, **of_api: object) -> None:
+    raw = yaml.safe_load(Path(config).read_text())
+    raw["applications"][0].update(of_api)
+    raw["applications"][0]["deployments"][0]["user_config"]["keys"] = [{"name": "ci", "env": variable}]
+    Path(config).write_text(yaml.safe_dump(raw))
+
+
+def test_a_key_that_cannot_be_read_is_said(config, capsys, monkeypatch):
+    with_key_from(config, "TEST_API_KEY")
+    monkeypatch.delenv("TEST_API_KEY", raising=False)
+    assert main(["check", "--config", config]) == 2
+    assert capsys.readouterr().err == "The key 'ci' is empty in the environment variable 'TEST_API_KEY'.\n"
+    monkeypatch.setenv("TEST_API_KEY", "secret")
+    assert main(["check", "--config", config]) == 0
+
+
+def test_a_key_may_be_read_from_a_variable_that_the_file_gives_to_the_api(config, monkeypatch):
+    monkeypatch.delenv("TEST_API_KEY", raising=False)
+    with_key_from(config, "TEST_API_KEY", runtime_env={"env_vars": {"TEST_API_KEY": "secret"}})
+    assert main(["check", "--config", config]) == 0
+
+
 def test_a_new_key_is_let_in_by_the_lines_that_come_with_it(capsys):
     assert main(["keys", "new", "alice"]) == 0
     printed = capsys.readouterr().out

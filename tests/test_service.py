@@ -80,7 +80,22 @@ def test_a_service_without_a_usable_configuration_lives_and_is_not_ready(model_f
     message = "Not ready: nothing is served."
     expected = {"message": message, "type": "server_error", "param": None, "code": "not_ready"}
     assert ready.json() == {"error": expected}
-    assert models.status_code == 401
+    assert (models.status_code, models.headers["retry-after"]) == (503, "2")
+    assert models.json() == {"error": {**expected, "message": "Not ready: the service has no configuration."}}
+
+
+def test_the_ingress_is_unhealthy_until_it_has_had_a_configuration(model_folders: dict[str, str]) -> None:
+    key = {"name": "k", "env": "NO_SUCH_VARIABLE_HERE"}
+    config = config_for(model_folders)
+    with running_edge({**config, "keys": [key]}, FakeConfig(vocab_size=512, context_length=CONTEXT)) as edge:
+        sentence = r"^The key 'k' is empty in the environment variable 'NO_SUCH_VARIABLE_HERE'\.$"
+        with pytest.raises(ConfigRefused, match=sentence):
+            edge.service.require_configuration()
+        edge.reconfigure(keys=config["keys"])
+        edge.service.require_configuration()
+        edge.reconfigure(models=[])
+        edge.service.require_configuration()  # the last good one is in force
+        assert edge.complete(max_tokens=1).status_code == 200
 
 
 def test_readiness_is_judged_by_progress(model_folders: dict[str, str]) -> None:

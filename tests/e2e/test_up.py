@@ -198,6 +198,35 @@ def test_a_mistake_in_the_file_is_said_before_anything_starts(config, tmp_path):
     assert status == 2
 
 
+def with_catalogue(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    api, model = config["applications"]
+    user_config = {**api["deployments"][0]["user_config"], **changes}
+    return {
+        **config,
+        "applications": [{**api, "deployments": [{"name": "ingress", "user_config": user_config}]}, model],
+    }
+
+
+def test_a_key_that_cannot_be_read_is_said_before_anything_starts(config, tmp_path):
+    broken = with_catalogue(config, keys=[{"name": "ci", "env": "NO_SUCH_VARIABLE_HERE"}])
+    status, printed = Up(write(broken, tmp_path)).end(signal.SIGCONT)
+    assert status == 2
+    assert printed == "The key 'ci' is empty in the environment variable 'NO_SUCH_VARIABLE_HERE'.\n"
+
+
+@pytest.mark.slow
+def test_a_catalogue_that_the_ingress_refuses_ends_it_with_the_reason(config, tmp_path):
+    """`check` loads no tokenizer, so this is found by the ingress alone."""
+    (served,) = config["applications"][0]["deployments"][0]["user_config"]["models"]
+    broken = with_catalogue(config, models=[{**served, "renderer": "gpt9"}])
+    with Up(write(broken, tmp_path), "--port", str(free_port())) as up:
+        status, printed = up.end(signal.SIGCONT)
+    assert status == 1
+    reason = f"The model '{MODEL}' cannot have the renderer 'gpt9': renderer must be one of "
+    assert f"The application 'api' failed to deploy: {reason}" in printed
+    assert up.left_over() == []
+
+
 def test_when_serve_dies_early_it_says_so_and_leaves_nothing(config, tmp_path):
     with Up(write(config, tmp_path), "--port", str(free_port())) as up:
         up.read_until("Starting the service")
