@@ -156,7 +156,7 @@ def _sampling(body: SamplingFields, target: Target, *, logprobs: int | None) -> 
         seed=secrets.randbits(64) if body.seed is None else body.seed % _UINT64,
         temperature=max(temperature, _LEAST_TEMPERATURE) if temperature else 0.0,
         top_p=_or(body.top_p, 1.0),
-        top_k=max(body.top_k or 0, 0),
+        top_k=_top_k(body.top_k or 0, target.model.vocab_size),
         min_p=_or(body.min_p, 0.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
@@ -165,6 +165,11 @@ def _sampling(body: SamplingFields, target: Target, *, logprobs: int | None) -> 
         stop_token_ids=target.end_token_ids.union(stop_ids),
         logprobs=logprobs,
     )
+
+
+def _top_k(asked: int, vocab_size: int) -> int:
+    """0 for all tokens, however that was written: samplers count in 64 bits, JSON does not."""
+    return asked if 0 < asked < vocab_size else 0
 
 
 def _options(body: SamplingFields, limits: LimitsConfig, *, logprobs: int | None) -> ReplyOptions:

@@ -107,8 +107,8 @@ def test_sampling_fields_reach_the_engine_as_they_are(edge: RunningEdge) -> None
     assert (found.logit_bias, found.seed, found.logprobs) == (((7, -100.0), (8, 2.5)), 12, 3)
 
 
-@pytest.mark.parametrize("top_k", [-1, 0])
-def test_top_k_of_minus_one_and_zero_keep_all_tokens(edge: RunningEdge, top_k: int) -> None:
+@pytest.mark.parametrize("top_k", [-1, 0, 512, 2**63, 10**100])
+def test_top_k_of_minus_one_zero_and_the_vocabulary_or_more_keep_all_tokens(edge: RunningEdge, top_k: int) -> None:
     assert sent(edge, top_k=top_k).top_k == 0
 
 

@@ -171,6 +171,17 @@ def test_token_ids_and_log_probabilities_go_in_and_out(sdk):
         assert top[token] == own == max(top.values())
 
 
+def test_numbers_beyond_what_a_sampler_can_count_mean_what_the_greatest_that_it_can_mean(sdk):
+    def draw(**fields: Any) -> str:
+        options: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 6, "seed": 5}
+        return sdk.completions.create(model=BASE, **{**options, **fields}).choices[0].text
+
+    everything = draw()
+    assert [draw(extra_body={"top_k": top_k}) for top_k in (2**31, 2**63, 10**100)] == [everything] * 3
+    assert draw(seed=2**64 - 1) == draw(seed=-1)
+    assert draw(temperature=1e308) == draw(temperature=1e38)
+
+
 def test_200_clients_that_leave_at_random_points_give_back_blocks_slots_and_places(demo, sdk):
     ask(sdk, QUILL)
     eventually(lambda: demo.is_idle("demo"))
