@@ -4,6 +4,7 @@ It is a Serve config file: `serve run config.yaml` takes it as it is. Here it is
 while deploying: the arguments of our applications, the catalogue, and whether the one names the other.
 """
 
+import errno
 import hashlib
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ INGRESS = "ingress"
 DEMO_KEY = "roundhouse-demo"
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
+_LAST_PORT = 65535
 
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 _HAPROXY_PORTS = (
@@ -112,20 +114,31 @@ def load_deploy_config(path: Path) -> DeployConfig:
 
 
 def is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+    return _why_not_bound(host, port) is None
 
 
 def require_free(host: str, port: int, remedy: str) -> None:
-    """Raises `ConfigRefused` when somebody listens there."""
-    if not is_free(host, port):
+    """Raises `ConfigRefused` when nothing can listen there, or somebody does."""
+    if not 1 <= port <= _LAST_PORT:
+        raise ConfigRefused(f"The port must be from 1 to {_LAST_PORT}, got {port}.")
+    error = _why_not_bound(host, port)
+    if error is None:
+        return
+    if error.errno == errno.EADDRINUSE:
         raise ConfigRefused(f"Port {port} on {host} cannot be used, something else has it: {remedy}.")
+    raise ConfigRefused(f"Port {port} on {host!r} cannot be used: {error.strerror}.") from error
+
+
+def _why_not_bound(host: str, port: int) -> OSError | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # names are for IPv4, as in Serve
+    try:
+        address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4]
+        with closing(socket.socket(family)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as exc:
+        return exc
+    return None
 
 
 def free_port() -> int:

@@ -73,7 +73,8 @@ def say(text: str) -> None:
 
 def welcome(config: DeployConfig) -> str:
     """What to tell whoever started the service; the curl works as it stands."""
-    url = f"http://{_reachable(config.host)}:{config.port}"
+    host = _reachable(config.host)
+    url = f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
     lines = [f"Roundhouse is ready at {url}/v1 (Ctrl-C ends it)."]
     lines += [f"  model: {model_id}" for model_id in config.model_ids]
     if config.has_demo_key:
@@ -187,7 +188,8 @@ def _readiness(config: DeployConfig) -> str | None:
 
 
 def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    """Where this machine reaches what listens there."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _child_environment() -> dict[str, str]:

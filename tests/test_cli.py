@@ -188,6 +188,13 @@ def test_the_welcome_says_all_that_is_needed_for_the_first_request():
     assert "curl http://127.0.0.1:8123/v1/chat/completions" in text
 
 
+@pytest.mark.parametrize(("host", "shown"), [("::", "[::1]"), ("::1", "[::1]"), ("fe80::7", "[fe80::7]")])
+def test_the_welcome_shows_an_ipv6_address_as_urls_have_it(host, shown):
+    text = welcome(load_deploy_config(ROOT / "config.yaml").bound_to(host, 8123))
+    assert f"Roundhouse is ready at http://{shown}:8123/v1" in text
+    assert f"curl http://{shown}:8123/v1/chat/completions" in text
+
+
 def test_without_the_demo_key_no_key_is_shown(tmp_path):
     raw = yaml.safe_load((ROOT / "config.yaml").read_text())
     raw["applications"][0]["deployments"][0]["user_config"]["keys"] = []

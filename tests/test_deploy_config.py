@@ -1,6 +1,7 @@
 """config.yaml as a whole."""
 
 import copy
+import errno
 import socket
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.deploy_config import DEMO_KEY, DeployConfig, free_port, is_free, load_deploy_config
+from serve_app.deploy_config import DEMO_KEY, DeployConfig, free_port, is_free, load_deploy_config, require_free
 from serve_app.errors import ConfigRefused
 
 ROOT = Path(__file__).parent.parent
@@ -131,6 +132,35 @@ def test_without_haproxy_no_port_is_needed(load, raw):
     del raw["controller_options"]
     config = load(raw)
     assert config.with_own_ports() == config
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "sentence"),
+    [
+        ("127.0.0.1", 70000, "The port must be from 1 to 65535, got 70000."),
+        ("127.0.0.1", 0, "The port must be from 1 to 65535, got 0."),
+        ("127.0.0.1", -1, "The port must be from 1 to 65535, got -1."),
+        ("203.0.113.1", 8000, "Port 8000 on '203.0.113.1' cannot be used: Cannot assign requested address."),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused_with_the_reason(host, port, sentence):
+    with pytest.raises(ConfigRefused) as refused:
+        require_free(host, port, "unused")
+    assert str(refused.value) == sentence
+
+
+def test_a_host_without_an_address_is_refused_by_its_name():
+    with pytest.raises(ConfigRefused, match=r"^Port 8000 on 'no\.such\.host\.invalid' cannot be used: .*[Nn]ame"):
+        require_free("no.such.host.invalid", 8000, "unused")
+
+
+def test_a_port_that_only_the_system_may_open_is_not_said_to_be_taken(monkeypatch):
+    def refuse(self, address):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(ConfigRefused, match=r"^Port 80 on '127\.0\.0\.1' cannot be used: Permission denied\.$"):
+        require_free("127.0.0.1", 80, "unused")
 
 
 def test_a_port_is_free_until_somebody_listens():

@@ -220,6 +220,7 @@ def test_a_catalogue_that_the_ingress_refuses_ends_it_with_the_reason(config, tm
     (served,) = config["applications"][0]["deployments"][0]["user_config"]["models"]
     broken = with_catalogue(config, models=[{**served, "renderer": "gpt9"}])
     with Up(write(broken, tmp_path), "--port", str(free_port())) as up:
+        up.read_until("failed to deploy: ")  # Serve tries three times: on a busy machine longer than `end` waits
         status, printed = up.end(signal.SIGCONT)
     assert status == 1
     reason = f"The model '{MODEL}' cannot have the renderer 'gpt9': renderer must be one of "
