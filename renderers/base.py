@@ -34,6 +34,10 @@ class TemplateRefused(RenderError):
         super().__init__(message, param)
 
 
+class PromptTooLong(RenderError):
+    """What the template made of the conversation certainly exceeds every context window of the model."""
+
+
 class ReplyEnd(StrEnum):
     """How a reply ended: at the model's end token, or cut (by length, by a stop string or by a caller's stop id)."""
 

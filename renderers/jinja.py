@@ -12,17 +12,21 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from renderers.base import RenderError, TemplateRefused
+from renderers.base import PromptTooLong, RenderError, TemplateRefused
 from renderers.bounds import TooMuch
 from renderers.encoder import PromptEncoder
 from renderers.markers import Tokenizer, added_tokens
 from renderers.messages import Conversation, ImagePart, Message, Part, Role, TextPart, Tool, ToolCall
+from renderers.prompt_length import tokens_beyond
 from renderers.provenance import Text
 from renderers.sandbox import BoundedTemplate, TemplateRefusal
 from renderers.tools import NotAnObject, parse_object
 
 MAX_TEMPLATE_LEN = 65_536
 """The longest in use have 20 000. Compiling one of this length takes up to 3 s."""
+
+MAX_PROBE_LEN = 2 * MAX_TEMPLATE_LEN
+"""What a template may write about a conversation of a few words."""
 
 _FAULTS = (
     TemplateError,
@@ -66,11 +70,13 @@ class _Form:
 class ChatTemplate:
     """One template bound to one tokenizer; thread-safe.
 
-    Raises `TemplateRefused` if the template does not compile, or builds its markers in a way that cannot be told from
-    a caller's text.
+    `max_tokens`: what the template writes is not tokenised when it is certainly longer; for one that is not the
+    model's own, and may write megabytes about a word. Raises `TemplateRefused` if the template does not compile, or
+    builds its markers in a way that cannot be told from a caller's text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, source: str | Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, source: str | Mapping[str, str], *, max_tokens: int | None = None) -> None:
+        self._max_tokens = max_tokens
         self.added = added_tokens(tokenizer.backend_tokenizer)
         self._backend = tokenizer.backend_tokenizer
         self._encoder = PromptEncoder(self._backend, self.added)
@@ -88,15 +94,31 @@ class ChatTemplate:
     def render(self, conversation: Conversation, **variables: object) -> Rendered:
         """With the generation prompt; `variables` are the template's own, such as `enable_thinking`.
 
-        Raises `RenderError`, with the template's own message where the template refuses.
+        Raises `RenderError`, with the template's own message where the template refuses, or `PromptTooLong`.
         """
         if not self.takes_images and any(_has_image(message) for message in conversation.messages):
             raise RenderError("messages: this model takes no images.")
-        return self._render(conversation, self._form, {**variables, "add_generation_prompt": True})
+        text = self._write(conversation, self._form, {**variables, "add_generation_prompt": True})
+        self._check_length(text)
+        return self._encoded(text)
 
-    def _render(self, conversation: Conversation, form: _Form, variables: Mapping[str, object]) -> Rendered:
+    def _check_length(self, text: Text) -> None:
+        if self._max_tokens is None or len(text) <= self._max_tokens:
+            return  # encoding it costs no more than this check
+        plain = "".join([text])
+        count = tokens_beyond(self._max_tokens, [plain], self._backend)
+        if count is not None:
+            raise PromptTooLong(
+                f"messages must have fewer tokens than the model's context window of {self._max_tokens}, "
+                f"got more than {count} from the chat template."
+            )
+
+    def _encoded(self, text: Text) -> Rendered:
+        return Rendered(text, tuple(self._encoder.encode(text)))
+
+    def _write(self, conversation: Conversation, form: _Form, variables: Mapping[str, object]) -> Text:
         template = self._template_with_tools if conversation.tools else self._template
-        text = _run(
+        return _run(
             template,
             {
                 **self._special_tokens,
@@ -106,7 +128,6 @@ class ChatTemplate:
                 **variables,
             },
         )
-        return Rendered(text, tuple(self._encoder.encode(text)))
 
     def _find_form(self) -> _Form:
         form = self._best_form(PROBE_USER, _USER_WORDS, [_Form(), _Form(content_as_parts=True)])
@@ -140,7 +161,7 @@ class ChatTemplate:
     def _find_turn_end(self) -> frozenset[int]:
         """The special token that the template writes right after an assistant's text, if it does."""
         try:
-            text = self._render(_ANSWERED, self._form, {"add_generation_prompt": False}).text
+            text = self._write(_ANSWERED, self._form, {"add_generation_prompt": False})
         except RenderError:
             return frozenset()
         after = text[text.rfind(_ANSWER) + len(_ANSWER) :].lstrip() if _ANSWER in text else ""
@@ -154,7 +175,15 @@ class ChatTemplate:
 
     def _probe(self, conversation: Conversation, form: _Form) -> Rendered | None:
         try:
-            rendered = self._render(conversation, form, {"add_generation_prompt": True})
+            text = self._write(conversation, form, {"add_generation_prompt": True})
+            if len(text) > MAX_PROBE_LEN:
+                raise TemplateRefused(
+                    f"The chat template writes {len(text)} characters about a conversation of a few words, "
+                    f"more than {MAX_PROBE_LEN}."
+                )
+            rendered = self._encoded(text)
+        except TemplateRefused:
+            raise
         except _OverBounds as exc:
             raise TemplateRefused(str(exc)) from exc
         except RenderError:

@@ -1,19 +1,16 @@
 """What is served: from the `model` of a request, and who asks, to the model, its context length and the adapter."""
 
-import asyncio
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engines.protocol import Adapter
-from renderers.base import Renderer, TemplateRefused
+from renderers.base import Renderer
 from serve_app.auth import Caller
-from serve_app.errors import CheckpointRefused, InvalidRequest, ModelNotFound
+from serve_app.errors import InvalidRequest, ModelNotFound
 from serve_app.model_id import BaseModelId, CheckpointPath, parse
+from serve_app.own_templates import OwnTemplates
 from serve_app.served_model import ServedModel
-
-_KEPT_RENDERERS = 64
 
 
 class Checkpoint(Protocol):
@@ -84,7 +81,7 @@ class Catalog:
         self.models = models
         self._checkpoints = checkpoints
         self._known_as = {name: model for model in models.values() for name in _names(model)}
-        self._renderers: OrderedDict[tuple[str, str], Renderer] = OrderedDict()
+        self._own_templates = OwnTemplates()
 
     @property
     def longest_context(self) -> int:
@@ -167,17 +164,7 @@ class Catalog:
         template = checkpoint.chat_template
         if template is None or not model.config.allow_checkpoint_chat_template:
             return model.renderer
-        key = (model.id, template)  # not the digest: two checkpoints of equal weights may differ in their templates
-        if key not in self._renderers:
-            try:
-                renderer = await asyncio.to_thread(model.renderer_with, template)
-            except TemplateRefused as exc:
-                raise CheckpointRefused(f"chat_template.jinja of the checkpoint cannot be used: {exc}") from exc
-            self._renderers[key] = renderer
-            if len(self._renderers) > _KEPT_RENDERERS:
-                self._renderers.popitem(last=False)
-        self._renderers.move_to_end(key)
-        return self._renderers[key]
+        return await self._own_templates.renderer(model, template)
 
 
 def _names(model: ServedModel) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from serve_app.chunks import ChatChunks
 from serve_app.exchange import Exchange
 from serve_app.generation import opened
 from serve_app.length import check_conversation_length
+from serve_app.own_templates import RENDER_US
 from serve_app.response import Reply, TextReader
 from serve_app.schema.chat import ChatBody
 from serve_app.schema.sampling import parse_body
@@ -28,7 +29,7 @@ async def open_chat(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIte
     target = await edge.catalog.resolve(body.model, exchange.caller)
     request = await edge.workers.run(exchange.body_bytes / 20, validate_chat, body, target, edge.limits)
     exchange.record.about(target, streamed=request.options.stream)
-    prompt = await edge.workers.run(exchange.body_bytes, _render, request, target)
+    prompt = await edge.workers.run(_render_us(request, target, exchange.body_bytes), _render, request, target)
     head = new_head("chatcmpl", target, request.options, prompt.token_ids)
     generate = generate_request(request, prompt.token_ids, target, exchange.caller, request_id=head.id)
     reply = Reply(
@@ -48,7 +49,13 @@ def _stop_strings(request: ChatRequest) -> tuple[str, ...]:
     return (*request.options.stop_strings, *request.renderer.stop_strings)
 
 
+def _render_us(request: ChatRequest, target: Target, body_bytes: int) -> int:
+    """About a microsecond per byte of the body. A template that a checkpoint brought along may take what it is allowed
+    to take, whatever the body.
+    """
+    return body_bytes if request.renderer is target.model.renderer else max(body_bytes, RENDER_US)
+
+
 def _render(request: ChatRequest, target: Target) -> RenderedPrompt:
-    """Takes about a microsecond per byte of the body."""
     check_conversation_length(request, target.model, target.context_length)
     return request.renderer.render(request.conversation)

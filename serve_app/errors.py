@@ -35,7 +35,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from engines import errors as engine_errors
-from renderers.base import RenderError
+from renderers.base import PromptTooLong, RenderError
 
 MAX_RETRY_AFTER_S = 30
 
@@ -187,6 +187,7 @@ _NEVER_RETRY = MappingProxyType({"x-should-retry": "false"})
 _TABLE: Mapping[type[Exception], _Row] = {
     InvalidRequest: _Row(400, _INVALID),
     RenderError: _Row(400, _INVALID),
+    PromptTooLong: _Row(400, _INVALID, "context_length_exceeded"),
     engine_errors.RequestRefused: _Row(400, _INVALID),
     NotAuthenticated: _Row(401, "authentication_error", "invalid_api_key"),
     NotFound: _Row(404, _INVALID, "not_found"),

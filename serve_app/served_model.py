@@ -43,8 +43,10 @@ class ServedModel:
         return (self.context_length, *self.config.variants.values())
 
     def renderer_with(self, chat_template: str) -> Renderer:
-        """The same family with another template. Takes up to 200 ms. Raises `TemplateRefused`."""
-        return registry.build(self.config.renderer, self.tokenizer, chat_template)
+        """The same family with another template. Takes up to 200 ms, or seconds for a hostile one.
+        Raises `TemplateRefused`.
+        """
+        return registry.build(self.config.renderer, self.tokenizer, chat_template, max_tokens=max(self.context_lengths))
 
 
 def load_model(config: ModelConfig) -> ServedModel:

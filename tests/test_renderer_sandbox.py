@@ -1,5 +1,6 @@
 """Templates of strangers: what a template may do, and what is stopped before it hurts."""
 
+import re
 import time
 import tracemalloc
 from functools import cache, partial
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderer_kit import ALL_TOKENIZERS, TEMPLATES, oracle_ids, qwen_tokenizer, user
 
-from renderers.base import RenderError, TemplateRefused
+from renderers.base import PromptTooLong, RenderError, TemplateRefused
 from renderers.jinja import MAX_TEMPLATE_LEN, ChatTemplate
 from renderers.messages import Conversation
 
@@ -142,6 +143,25 @@ def test_a_message_of_a_megabyte_is_within_all_bounds():
     content = "a long text. " * 80_000
     rendered = ChatTemplate(qwen_tokenizer(), source).render(Conversation((user(content),)))
     assert rendered.text == f"<|im_start|>{content.strip()}<|im_end|>"
+
+
+def test_a_template_that_writes_a_novel_about_a_word_is_refused_when_it_is_loaded():
+    with pytest.raises(TemplateRefused) as refused:
+        ChatTemplate(qwen_tokenizer(), "{{ 'a ' * 1000000 }}")
+    words = "The chat template writes 2000000 characters about a conversation of a few words, more than 131072."
+    assert str(refused.value) == words
+
+
+def test_what_a_template_writes_beyond_the_context_is_not_tokenised_to_its_end():
+    source = "{% for m in messages %}{{ m.content * (500000 if 'long' in m.content else 1) }}{% endfor %}"
+    template = ChatTemplate(qwen_tokenizer(), source, max_tokens=1000)
+    assert len(template.render(Conversation((user("short"),))).token_ids) == len("short")
+    with pytest.raises(PromptTooLong) as refused:
+        template.render(Conversation((user("a long "),)))
+    count = int(re.fullmatch(r"messages must .* of 1000, got more than (\d+) from .*", str(refused.value))[1])
+    assert 1000 < count < 1000 + (1 << 11)  # one slice more at most
+    whole = ChatTemplate(qwen_tokenizer(), source.replace("500000", "900"))
+    assert len(whole.render(Conversation((user("a long "),))).token_ids) > 1000
 
 
 def test_a_template_that_hides_its_markers_is_refused_when_it_is_loaded():
