@@ -9,6 +9,9 @@ from engines.block_pool import TRASH_BLOCK
 from engines.scheduler import Chunk
 from engines.sequence import NO_SLOT
 
+PROBE_TOKENS = 3
+"""Rows of a batch by which a model is tried."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:

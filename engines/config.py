@@ -12,15 +12,16 @@ class EngineConfig:
     """Settings of one engine. Raises `ValueError` naming field, limit and value.
 
     `source`: a folder, a hub id or a `.gguf` file. `context_length` None: the model's own. `kv_cache_bytes` None: the
-    share `memory_fraction` of the memory that is free once the weights are loaded. `max_step_tokens`: prompt tokens
-    computed per step while nothing is being decoded; `max_step_tokens_decoding`: the most while others decode;
-    `prefill_ratio`: it is cut below that so that it takes at most this many times as long as the decoding itself,
-    which bounds how long a prefill can hold up the next token of the others. `adapter_bytes`: budget for the weights of
+    share `memory_fraction` of the memory that is free once the weights are loaded, for one engine: several that start
+    at a time on one machine each see all of it. `max_step_tokens`: prompt tokens computed per step while nothing is
+    being decoded; `max_step_tokens_decoding`: the most while others decode; `prefill_ratio`: it is cut below that so
+    that it takes at most this many times as long as the decoding itself, which bounds how long a prefill can hold up
+    the next token of the others. `adapter_bytes`: budget for the weights of
     loaded adapters; `max_adapters`: how many may be loaded at once; those beyond wait in a fair order. `exact`: results
-    are bit-equal whatever the company and chunking; float32, and slow where the C kernels do not compute it (one
-    thread). `threads` None: the cores this process may use. `attention`: "native" are the C kernels for Llama-like
-    models on a CPU, built with the machine's compiler into `kernel_cache`; "sdpa" is torch for all models; "auto" the
-    first where it can be had.
+    are bit-equal whatever the company and chunking (batch invariance); float32, and slow where the C kernels do not
+    compute it, for torch then has one thread. `threads` None: the cores this process may use.
+    `attention`: "native" are the C kernels for Llama-like models on a CPU, built with the machine's compiler into
+    `kernel_cache`; "sdpa" is torch for all models; "auto" the first where it can be had.
     """
 
     source: str
@@ -63,9 +64,13 @@ class EngineConfig:
             raise ValueError("source must name a folder, a hub id or a .gguf file, not ''.")
         if self.exact and self.dtype not in ("float32", "auto"):
             raise ValueError(f"exact needs dtype float32, not {self.dtype!r}.")
-        if self.exact and self.threads not in (None, 1):
-            raise ValueError(f"exact needs threads 1, not {self.threads!r}.")
+        for name, most in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ValueError(f"{name} must be at most {most}, not {value!r}.")
 
+
+_LIMITS = {"max_step_tokens": 1 << 20, "max_step_tokens_decoding": 1 << 20, "max_running": 1 << 16, "threads": 1024}
 
 _POSITIVE = (
     "context_length",

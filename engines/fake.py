@@ -9,6 +9,7 @@ text so far says which token stands at which rank.
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections import OrderedDict, deque
@@ -30,6 +31,8 @@ from engines.protocol import (
     TokenDelta,
     TokenLogprob,
 )
+
+logger = logging.getLogger(__name__)
 
 RANKS = 24
 _BLOCK_TOKENS = 16
@@ -196,8 +199,9 @@ class FakeEngine:
         limit = min(config.context_length, config.kv_capacity_tokens)
         if total > limit:
             raise RequestRefused("max_tokens", f"prompt and max_tokens have {total} tokens, the limit is {limit}.")
-        if request.request_id in self._state.running:
-            raise RequestRefused("request_id", f"request_id {request.request_id!r} is already running.")
+        waiting = (generation.request.request_id for generation in self._state.waiting)
+        if request.request_id in self._state.running or request.request_id in waiting:
+            raise RequestRefused("request_id", f"request_id {request.request_id!r} is in use.")
 
     def _tokens(self, request: GenerateRequest) -> Iterator[int | EngineError]:
         reply = self._script(request) if self._script is not None else None
@@ -216,7 +220,8 @@ class FakeEngine:
             outputs = [output for generation in list(state.running.values()) for output in self._step(generation)]
             self._last_step_at = time.monotonic()
             state.counters.steps += 1
-            _deliver(outputs)
+            for request_id in _deliver(outputs):
+                self.abort(request_id)
             await asyncio.sleep(self._config.step_s)
 
     def _admit(self) -> None:
@@ -283,12 +288,19 @@ class FakeEngine:
         return cached
 
 
-def _deliver(outputs: Sequence[tuple[OutputSink, Output]]) -> None:
+def _deliver(outputs: Sequence[tuple[OutputSink, Output]]) -> list[str]:
+    """One call per sink. Returns the requests of those sinks that failed; the others get their tokens all the same."""
     by_sink: dict[int, tuple[OutputSink, list[Output]]] = {}
     for sink, output in outputs:
         by_sink.setdefault(id(sink), (sink, []))[1].append(output)
+    failed = []
     for sink, batch in by_sink.values():
-        sink.deliver(batch)
+        try:
+            sink.deliver(batch)
+        except Exception:
+            logger.exception("a sink failed; its requests are aborted")
+            failed += [output.request_id for output in batch]
+    return failed
 
 
 def _delta(generation: _Generation, config: FakeConfig) -> TokenDelta:

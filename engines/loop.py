@@ -209,7 +209,10 @@ class EngineLoop:
             self._count(chunk)
             self.scheduler.commit(chunk)
             if chunk.completes:
-                events.append((sequence, self._advance(sequence, result.draw)))
+                event = self._advance(sequence, result.draw)
+                if not isinstance(event, EngineError):
+                    self.scheduler.share(sequence)
+                events.append((sequence, event))
         self._emit(events)
         return sum(isinstance(event, EngineError) for _, event in events) < len(results)
 

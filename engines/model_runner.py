@@ -13,7 +13,7 @@ from engines.attention.exact import ExactBackend
 from engines.attention.interface import NAME, AttentionBackend, Paged, ShapeProbe, register
 from engines.attention.recurrent import split_by_sequence, state_bytes
 from engines.attention.sdpa import SdpaBackend
-from engines.batch import StepBatch, build_batch
+from engines.batch import PROBE_TOKENS, StepBatch, build_batch
 from engines.block_pool import TRASH_BLOCK
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
@@ -33,8 +33,6 @@ from engines.scheduler import Chunk
 from engines.sequence import Sequence
 
 logger = logging.getLogger(__name__)
-
-_PROBE_TOKENS = 3
 
 
 class ModelRunner:
@@ -68,7 +66,7 @@ class ModelRunner:
         self._backend: AttentionBackend = probe
         chunk = _probe_chunk([1])
         adaptable = adaptable_targets(
-            loaded.model, self.targets, run=lambda: self.forward([chunk]), num_tokens=_PROBE_TOKENS
+            loaded.model, self.targets, run=lambda: self.forward([chunk]), num_tokens=PROBE_TOKENS
         )
         self.state_bytes = state_bytes(chunk.sequence)
         self.shapes: dict[int, LayerShape] = probe.shapes
@@ -143,10 +141,10 @@ class ModelRunner:
 
 
 def _probe_chunk(blocks: Iterable[int]) -> Chunk:
-    request = GenerateRequest("probe", tuple(range(_PROBE_TOKENS)), SamplingParams(max_tokens=1, seed=0))
+    request = GenerateRequest("probe", tuple(range(PROBE_TOKENS)), SamplingParams(max_tokens=1, seed=0))
     sequence = Sequence.of(request, NO_SINK)
     sequence.blocks = list(blocks)
-    return Chunk(sequence, 0, _PROBE_TOKENS)
+    return Chunk(sequence, 0, PROBE_TOKENS)
 
 
 class _NoSink:

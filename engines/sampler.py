@@ -7,8 +7,9 @@ most likely candidates only and widens the search for the rows that need it, so 
 vocabulary.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
 
@@ -71,48 +72,49 @@ def _scale(logits: torch.Tensor, temperatures: SequenceOf[float]) -> torch.Tenso
 def _penalise(
     logits: torch.Tensor, sequences: SequenceOf[Sequence], params: SequenceOf[SamplingParams]
 ) -> torch.Tensor:
-    """Apply logit_bias and the penalties to the rows that have them. Presence and frequency count output tokens only,
-    repetition the prompt too, as in OpenAI's API and in transformers.
+    """Apply logit_bias and the penalties to the rows that have them, all rows at once. Presence and frequency count
+    output tokens only, repetition the prompt too, as in OpenAI's API and in transformers.
     """
-    changed = [row for row, p in enumerate(params) if _has_penalties(p) or p.logit_bias]
-    if not changed:
+    repeated, counted, biased = _Entries(), _Entries(), _Entries()
+    for row, (p, sequence) in enumerate(zip(params, sequences, strict=True)):
+        if p.repetition_penalty != 1.0:
+            seen = sequence.seen_tokens()
+            repeated.add(row, seen, [p.repetition_penalty] * len(seen))
+        if p.presence_penalty or p.frequency_penalty:
+            counts = sequence.counted_outputs()
+            counted.add(row, counts, [-p.presence_penalty - p.frequency_penalty * n for n in counts.values()])
+        if p.logit_bias:
+            biased.add(row, [token_id for token_id, _ in p.logit_bias], [bias for _, bias in p.logit_bias])
+    if not (repeated.rows or counted.rows or biased.rows):
         return logits
     logits = logits.clone()
-    for row in changed:
-        p, sequence = params[row], sequences[row]
-        if _has_penalties(p):
-            _penalise_row(logits[row], sequence, p)
-        if p.logit_bias:
-            ids, bias = zip(*p.logit_bias, strict=True)
-            logits[row].index_add_(0, torch.tensor(ids, device=logits.device), logits.new_tensor(bias))
+    if repeated.rows:
+        where, factors = repeated.tensors(logits)
+        scores = logits[where]
+        logits[where] = torch.where(scores < 0, scores * factors, scores / factors)
+    for entries in (counted, biased):
+        if entries.rows:
+            where, values = entries.tensors(logits)
+            logits.index_put_(where, values, accumulate=True)
     return logits
 
 
-def _has_penalties(p: SamplingParams) -> bool:
-    return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+@dataclass(slots=True)
+class _Entries:
+    """Places in the logits, and a value for each."""
 
+    rows: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
 
-def _penalise_row(row: torch.Tensor, sequence: Sequence, p: SamplingParams) -> None:
-    if p.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(sequence.token_ids)), device=row.device)
-        scores = row[seen]
-        row[seen] = torch.where(scores < 0, scores * p.repetition_penalty, scores / p.repetition_penalty)
-    if p.presence_penalty or p.frequency_penalty:
-        counts = _output_counts(sequence)
-        if counts:
-            ids = torch.tensor(list(counts), device=row.device)
-            times = row.new_tensor(list(counts.values()))
-            row[ids] -= p.presence_penalty + p.frequency_penalty * times
+    def add(self, row: int, token_ids: Collection[int], values: SequenceOf[float]) -> None:
+        self.rows += [row] * len(token_ids)
+        self.token_ids += token_ids
+        self.values += values
 
-
-def _output_counts(sequence: Sequence) -> dict[int, int]:
-    """How often each token was sampled; counted once, then kept up by `Sequence.append`."""
-    if sequence.output_counts is None:
-        counts: dict[int, int] = {}
-        for token_id in sequence.token_ids[sequence.num_prompt :]:
-            counts[token_id] = counts.get(token_id, 0) + 1
-        sequence.output_counts = counts
-    return sequence.output_counts
+    def tensors(self, logits: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        rows, token_ids = (torch.tensor(ids, device=logits.device) for ids in (self.rows, self.token_ids))
+        return (rows, token_ids), logits.new_tensor(self.values)
 
 
 def _draw(logits: torch.Tensor, rows: list[int], sequences: SequenceOf[Sequence]) -> list[int]:

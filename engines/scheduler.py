@@ -27,7 +27,7 @@ class Slots(Protocol):
     """What the scheduler needs of the adapter cache."""
 
     def ready(self, adapter: Adapter) -> bool:
-        """Whether the adapter's weights are in host memory. Starts to load them if they are not."""
+        """Whether the adapter's weights are in host memory."""
 
     def pin(self, adapter: Adapter) -> int | None:
         """A slot that holds the (ready) adapter until `unpin`, or None while all slots are pinned by others."""
@@ -194,23 +194,29 @@ class Scheduler:
             return False
         sequence.blocks = shared + own
         sequence.num_computed = len(shared) * size
+        sequence.num_shared = len(shared)
         if sequence.cached_len is None:
             sequence.cached_len = min(sequence.num_computed, sequence.num_prompt)
         return True
 
     def commit(self, chunk: Chunk) -> None:
-        """The chunk was computed: its tokens count, and blocks that became full can be shared."""
-        sequence, size = chunk.sequence, self._pool.block_size
-        first = sequence.num_computed // size
+        """The chunk was computed: its tokens count."""
+        sequence = chunk.sequence
         sequence.num_computed = chunk.end
         if chunk.end > sequence.num_charged:
             self.queue.charge(sequence, chunk.end - sequence.num_charged)
             sequence.num_charged = chunk.end
-        full = chunk.end // size
-        if self._prefix_cache and full > first:
-            hashes = sequence.extend_hashes(full, size)
-            for index in range(first, full):
+
+    def share(self, sequence: Sequence) -> None:
+        """The logits after all of its computed tokens were finite, so its full blocks can be shared. Not earlier: a
+        value that is not finite spreads to other tokens of its chunk, and whoever reads such a block fails too.
+        """
+        full = sequence.num_computed // self._pool.block_size
+        if self._prefix_cache and full > sequence.num_shared:
+            hashes = sequence.extend_hashes(full, self._pool.block_size)
+            for index in range(sequence.num_shared, full):
                 self._pool.publish(sequence.blocks[index], hashes[index])
+            sequence.num_shared = full
 
     def finish(self, sequence: Sequence) -> None:
         """The request has ended, however: free everything it holds."""
@@ -224,6 +230,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
+        sequence.num_shared = 0
         sequence.states = {}
         if sequence.slot != NO_SLOT:
             self._slots.unpin(sequence.slot)

@@ -42,16 +42,16 @@ class SelfTest:
     expected: tuple[torch.Tensor, ...]
 
 
-def prepare(loaded: LoadedModel) -> SelfTest:
-    """Run the plain model. To be called before a `ModelRunner` takes it over."""
+def prepare(loaded: LoadedModel, context_length: int) -> SelfTest:
+    """Run the plain model on prompts that fit into the context. To be called before a `ModelRunner` takes it over."""
     rng = random.Random(0)
-    lengths = (_prompt_length(loaded), 21)
+    lengths = (min(_prompt_length(loaded), context_length), min(21, context_length))
     prompts = tuple(tuple(rng.randrange(loaded.vocab_size) for _ in range(length)) for length in lengths)
     expected = []
     model: Any = loaded.model
     for prompt in prompts:
         ids = torch.tensor([prompt], device=loaded.device)
-        rows = torch.arange(len(prompt) - _DECODED - 1, len(prompt), device=loaded.device)
+        rows = torch.arange(max(0, len(prompt) - _DECODED - 1), len(prompt), device=loaded.device)
         # An explicit mask: some models take a prompt token that equals their padding id for padding.
         mask = torch.ones_like(ids)
         output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=rows)
@@ -103,7 +103,7 @@ def _laid_out(prompts: SequenceOf[tuple[int, ...]], runner: ModelRunner, config:
 
 def _prompt_length(loaded: LoadedModel) -> int:
     window = getattr(loaded.config, "sliding_window", None) or 0
-    return min(max(64, window + _BEYOND_WINDOW), _LONGEST, loaded.context_length)
+    return min(max(64, window + _BEYOND_WINDOW), _LONGEST)
 
 
 def _run_in_chunks(

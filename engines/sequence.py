@@ -1,5 +1,7 @@
 """One generation while the engine works on it."""
 
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +17,11 @@ class Sequence:
     """Prompt and output tokens of one request, and how far they are computed.
 
     `token_ids` holds the prompt and then every sampled token. K and V of the first `num_computed` of them lie in
-    `blocks`. `prefix_hashes` is the hash chain of the full blocks, as far as it was needed. After a preemption
-    `num_computed` is 0 again and the sampled tokens are computed anew like a prompt. `num_charged`: how many of the
-    tokens its tenant was charged for. `bypassed`: how many others were admitted while it waited for an adapter slot.
-    `states`: what layers that carry a state keep of it, by layer and position; the model runner's.
+    `blocks`, the first `num_shared` of which are in the prefix cache. `prefix_hashes` is the hash chain of the full
+    blocks, as far as it was needed. After a preemption `num_computed` is 0 again and the sampled tokens are computed
+    anew like a prompt. `num_charged`: how many of the tokens its tenant was charged for. `bypassed`: how many others
+    were admitted while it waited for an adapter slot. `states`: what layers that carry a state keep of it, by layer and
+    position; the model runner's.
     """
 
     request: GenerateRequest
@@ -27,12 +30,14 @@ class Sequence:
     num_prompt: int
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    num_shared: int = 0
     prefix_hashes: list[bytes] = field(default_factory=list)
     slot: int = NO_SLOT
     num_charged: int = 0
     cached_len: int | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    output_counts: dict[int, int] | None = None
+    _output_counts: dict[int, int] | None = None
+    _seen_tokens: dict[int, None] | None = None
     delivered: bool = False
     bypassed: int = 0
     states: dict[int, dict[int, Any]] = field(default_factory=dict)
@@ -74,5 +79,19 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
-        if self.output_counts is not None:
-            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        if self._output_counts is not None:
+            self._output_counts[token_id] = self._output_counts.get(token_id, 0) + 1
+        if self._seen_tokens is not None:
+            self._seen_tokens[token_id] = None
+
+    def counted_outputs(self) -> Mapping[int, int]:
+        """How often each token was sampled; counted once, then kept up."""
+        if self._output_counts is None:
+            self._output_counts = dict(Counter(self.token_ids[self.num_prompt :]))
+        return self._output_counts
+
+    def seen_tokens(self) -> Collection[int]:
+        """Each token of the prompt and of the output once; collected once, then kept up."""
+        if self._seen_tokens is None:
+            self._seen_tokens = dict.fromkeys(self.token_ids)
+        return self._seen_tokens

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -16,6 +15,7 @@ import torch
 from engines import self_test
 from engines.block_pool import BlockPool
 from engines.config import EngineConfig
+from engines.cores import available_cores
 from engines.errors import EngineError, EngineStopped, ModelRefused, QueueFull, RequestRefused
 from engines.kv_cache import blocks_for, free_memory
 from engines.loop import Emit, EngineLoop, Event
@@ -134,7 +134,9 @@ class _Parts:
     threads: int
 
     def run(self) -> None:
-        torch.set_num_threads(self.threads)  # a setting of the calling thread
+        # A setting of the calling thread, but one that another thread's call replaces until this one has used it.
+        torch.set_num_threads(self.threads)
+        torch.get_num_threads()
         with torch.inference_mode():
             self.loop.run()
 
@@ -161,17 +163,18 @@ class _Parts:
 
 def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped], None]) -> _Parts:
     """Load, verify and size everything. Takes as long as loading the model; runs on a thread of its own."""
-    threads = 1 if config.exact else config.threads or len(os.sched_getaffinity(0))
+    cores = config.threads or available_cores()
+    threads = 1 if config.exact else cores  # of torch, which cuts sums between threads
     torch.set_num_threads(threads)
     with torch.inference_mode():
         loaded = load_model(config)
-        test = self_test.prepare(loaded) if config.self_test else None
-        runner = ModelRunner(loaded, config, threads=threads)
+        context_length = _context_length(config, loaded)
+        test = self_test.prepare(loaded, context_length) if config.self_test else None
+        runner = ModelRunner(loaded, config, threads=cores)
         if test is not None:
             self_test.check(test, runner, loaded, config)
             if config.exact:
                 self_test.check_exact(test, runner, loaded, config)
-        context_length = _context_length(config, loaded)
         num_blocks = blocks_for(
             runner.shapes,
             config.block_size,

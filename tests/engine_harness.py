@@ -376,8 +376,8 @@ class ExplosiveForCausalLM(LlamaForCausalLM):
 
     def forward(self, input_ids=None, **arguments):
         tokens = set(input_ids.flatten().tolist())
-        ExplosiveForCausalLM.broken |= {BREAKS} in tokens
-        if ExplosiveForCausalLM.broken or {RAISES} in tokens:
+        self.broken |= {BREAKS} in tokens
+        if self.broken or {RAISES} in tokens:
             raise RuntimeError("the device said no")
         return super().forward(input_ids=input_ids, **arguments)
 """
@@ -393,6 +393,20 @@ def explosive_folder() -> Path:
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_explosive.ExplosiveForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def spoilt_adapter(bound: Adapter, name: str, token_id: int) -> Adapter:
+    """A copy of an adapter of the embedding that does the same, but for one token, which it makes infinite."""
+    folder = Path(_FOLDER.name) / name
+    shutil.copytree(bound.directory, folder)
+    tensors = load_file(folder / WEIGHTS_FILE)
+    for key in [key for key in tensors if "lora_embedding_A" in key]:
+        tensors[key] = tensors[key] / 1024
+        tensors[key][:, token_id] = 3e38
+        other = key.replace("embedding_A", "embedding_B")
+        tensors[other] = tensors[other] * 1024
+    save_file(tensors, folder / WEIGHTS_FILE)
+    return adapter_at(folder)
 
 
 def scaled_adapter(bound: Adapter, name: str, factor: float) -> Adapter:

@@ -126,6 +126,8 @@ class Drive:
             assert self.cells[_place(sequence, position)] == _cell(sequence, position), "somebody else's K and V"
         charged = sequence.num_charged
         self.scheduler.commit(chunk)
+        if chunk.completes:
+            self.scheduler.share(chunk.sequence)
         self._charge(sequence, max(0, chunk.end - charged))
         if chunk.completes:
             sequence.append(hash(_cell(sequence, chunk.end - 1)) % 3)

@@ -397,3 +397,11 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_load_that_the_system_gives_no_thread_for_fails_its_adapter_alone() -> None:
+    bench, wanted = Bench(), adapter("a")
+    bench.cache.close()  # from here on the executor refuses work, as it does without a thread
+    bench.cache.want(wanted)
+    failed = bench.cache.poll()
+    assert [(one, type(error)) for one, error in failed.items()] == [(wanted, AdapterUnavailable)]

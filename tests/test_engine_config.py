@@ -54,3 +54,13 @@ def test_exact_needs_float32(dtype: Any) -> None:
 def test_values_within_their_limits_are_taken_as_they_are() -> None:
     config = EngineConfig(source="somewhere", exact=True, dtype="float32", memory_fraction=1.0, block_size=32)
     assert (config.exact, config.block_size) == (True, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("max_step_tokens", 1 << 20), ("max_step_tokens_decoding", 1 << 20), ("max_running", 1 << 16), ("threads", 1024)],
+)
+def test_what_sizes_buffers_has_a_limit(name: str, most: int) -> None:
+    EngineConfig(**{"source": "somewhere", name: most})
+    with pytest.raises(ValueError, match=f"^{name} must be at most {most}, not {most + 1}.$"):
+        EngineConfig(**{"source": "somewhere", name: most + 1})

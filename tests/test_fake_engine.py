@@ -269,3 +269,36 @@ def test_a_configuration_that_cannot_be_names_its_value(settings: dict[str, Any]
     with pytest.raises(ValueError, match=name) as caught:
         FakeConfig(**settings)
     assert repr(value) in str(caught.value)
+
+
+def test_an_id_in_use_is_refused_also_while_it_waits() -> None:
+    async def run() -> None:
+        engine = FakeEngine(FakeConfig(max_running=1))
+        await engine.start()
+        collector = Collector(3)
+        engine.submit(request("a", max_tokens=3), collector)
+        engine.submit(request("b", max_tokens=3), collector)
+        with pytest.raises(RequestRefused, match="'b' is in use"):
+            engine.submit(request("b", max_tokens=3), collector)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_sink_that_fails_loses_its_requests_alone() -> None:
+    class Broken:
+        def deliver(self, outputs: Sequence[Output]) -> None:
+            raise RuntimeError("the client is gone")
+
+    async def run() -> None:
+        engine = FakeEngine(FakeConfig())
+        await engine.start()
+        collector = Collector()
+        engine.submit(request("bad", max_tokens=30_000), Broken())
+        engine.submit(request("good", max_tokens=3), collector)
+        async with asyncio.timeout(10):
+            await collector.ended.wait()
+        assert engine.stats().running == 0
+        await engine.close()
+
+    asyncio.run(run())

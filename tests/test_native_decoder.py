@@ -54,7 +54,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_logits_are_the_plain_models(kernels: str, name: str, dtype: str) -> None:
     config = engine_config(name, attention="native", kernel_cache=kernels, dtype=dtype, threads=2)
     loaded = load_model(config)
-    test = self_test.prepare(loaded)
+    test = self_test.prepare(loaded, loaded.context_length)
     difference = self_test.check(test, ModelRunner(loaded, config, threads=2), loaded, config)
     assert difference < (5e-6 if dtype == "float32" else 0.05)
 
@@ -134,3 +134,23 @@ def test_a_cache_folder_that_cannot_be_used_leaves_torch(tmp_path: Path) -> None
         assert (
             tuple(engine.one(request(prompt, max_tokens=4)).token_ids) == reference_greedy("llama", None, prompt, 4)[0]
         )
+
+
+@torch.inference_mode()
+def test_weights_are_not_held_twice(kernels: str) -> None:
+    config = engine_config("llama", attention="native", kernel_cache=kernels)
+    loaded = load_model(config)
+    layers = list(loaded.model.model.layers)
+    ModelRunner(loaded, config, threads=1)
+    left = [name for layer in layers for name, weight in layer.named_parameters() if weight.numel() and "proj" in name]
+    assert left == []
+
+
+def test_the_exact_mode_may_use_all_threads(kernels: str) -> None:
+    asked = [prompt_of(7 + 23 * i) for i in range(3)]
+    found = []
+    for threads in (1, 3):
+        config = engine_config("qwen3", attention="native", kernel_cache=kernels, exact=True, threads=threads)
+        with DrivenEngine(config) as engine:
+            found.append([seen(result) for result in engine.generate(*(request(p, logprobs=3) for p in asked))])
+    assert found[0] == found[1]

@@ -32,7 +32,7 @@ def difference(name: str, attention: Attention = paged_attention, **settings: An
     """What the self-test says of a model whose attention is computed like this."""
     config = engine_config(name, attention="sdpa", **settings)
     loaded = load_model(config)
-    test = self_test.prepare(loaded)
+    test = self_test.prepare(loaded, loaded.context_length)
     runner = ModelRunner(loaded, config)
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
     try:
@@ -182,6 +182,6 @@ def test_exact_is_refused_where_it_cannot_be_had(name: str) -> None:
 def test_bits_that_change_with_the_company_are_refused_in_exact_mode() -> None:
     config = engine_config("qwen3-moe")
     loaded = load_model(config)
-    test = self_test.prepare(loaded)
+    test = self_test.prepare(loaded, loaded.context_length)
     with pytest.raises(ModelRefused, match="exact is set, and on cpu this model's logits change with the company"):
         self_test.check_exact(test, ModelRunner(loaded, config), loaded, config)

@@ -5,10 +5,13 @@ import gc
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from queue import Queue
 from random import Random
 
 import pytest
+import torch
 from engine_harness import (
     BREAKS,
     RAISES,
@@ -25,6 +28,7 @@ from engine_harness import (
     reference_greedy,
     request,
     scaled_adapter,
+    spoilt_adapter,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -206,6 +210,46 @@ def test_an_adapter_that_overflows_fails_its_own_requests_and_leaves_nothing_beh
         for made in bad:
             assert isinstance(results[made.request_id].error, NonFiniteLogits)
     assert_unused(engine)
+
+
+@BOTH
+@pytest.mark.parametrize("length", [40, 200])
+def test_a_request_that_is_not_finite_leaves_no_spoilt_prefix_to_others(attention: str, length: int) -> None:
+    bound = spoilt_adapter(adapter("llama", "embedding"), f"spoilt-{attention}-{length}", token_id=7)
+    prompts = (clear_prompt("llama", length, 8, bounds=(bound,), seed=10_000 * i) for i in count())
+    good = next(prompt for prompt in prompts if 7 not in prompt)
+    # The same words, and then the token, in one chunk, in the next one, and among others who decode.
+    bad = [(*good[:cut], 7, *good[cut:]) for cut in (length, 33)]
+    config = engine_config(attention=attention, max_step_tokens=64)
+    with DrivenEngine(config) as engine:
+        for prompt in bad:
+            assert isinstance(engine.one(request(prompt, adapter=bound)).error, NonFiniteLogits)
+        expected_ids = reference_greedy("llama", bound, good, 8)[0]
+        assert tuple(engine.one(request(good, adapter=bound)).token_ids) == expected_ids
+        results = engine.generate(
+            request(good, adapter=bound), *(request(prompt, adapter=bound) for prompt in bad), arrivals=[0, 1, 3]
+        )
+        assert tuple(results[0].token_ids) == expected_ids
+        assert tuple(engine.one(request(good, adapter=bound)).token_ids) == expected_ids
+        assert_unused(engine)
+
+
+def test_the_loop_keeps_its_threads_when_an_adapter_is_loaded_before_anything_runs() -> None:
+    with DrivenEngine(engine_config(attention="sdpa", threads=2)) as engine:
+        engine.one(request((1, 2), adapter=adapter("llama", "q-v")))
+        found: Queue[int] = Queue()
+        parts = engine.engine._parts
+        assert parts is not None
+        parts.loop.post(lambda loop: found.put(torch.get_num_threads()))
+        assert found.get(timeout=30) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("context_length", [3, 20])
+def test_a_model_starts_with_any_context_length(name: str, context_length: int) -> None:
+    with DrivenEngine(engine_config(name, context_length=context_length)) as engine:
+        prompt = clear_prompt(name, context_length - 1, 1)
+        assert tuple(engine.one(request(prompt, max_tokens=1)).token_ids) == reference_greedy(name, None, prompt, 1)[0]
 
 
 def test_adapters_that_cannot_be_served_are_refused_and_the_others_go_on(engines: Engines, tmp_path: Path) -> None:

@@ -256,7 +256,12 @@ class AdapterCache(Generic[Held]):
     def _start_loads(self) -> None:
         while self._queue and len(self._loading) < self.loaders and self._has_room():
             adapter = self._queue.pop(next(iter(self._queue))).adapter
-            future = self._executor.submit(self.load, adapter)
+            try:
+                future = self._executor.submit(self.load, adapter)
+            except RuntimeError:  # the system gives no thread
+                logger.exception("an adapter's load could not be started")
+                self._fail(adapter.digest, AdapterUnavailable("The checkpoint could not be loaded; try again."))
+                continue
             self._loading[adapter.digest] = _Load(adapter, future, self.clock())
             future.add_done_callback(lambda _: self.on_loaded())
 

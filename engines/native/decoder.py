@@ -32,7 +32,9 @@ class PackedPair:
 
 
 class NativeDecoder:
-    """A model from the embedded tokens to the logits. Owns the packed weights and the KV cache."""
+    """A model from the embedded tokens to the logits. Owns the packed weights and the KV cache; the layers that it was
+    made of lose theirs. Raises `MemoryError`.
+    """
 
     def __init__(
         self, library: Library, parts: DecoderParts, *, block_size: int, max_tokens: int, max_slots: int, threads: int
@@ -60,11 +62,14 @@ class NativeDecoder:
             scale=parts.scale,
         )
         self._model = library.new(ctypes.byref(settings))
-        weakref.finalize(self, library.free, self._model)
+        _require_memory(self._model, "the kernels' buffers")
+        # Not when the interpreter ends: the loop's thread may still be computing.
+        weakref.finalize(self, library.free, self._model).atexit = False
         for index, layer in enumerate(parts.layers):
             self._set_layer(index, layer, parts.windows[index])
         head, norm = parts.head.weight.contiguous(), _floats(parts.norm)
-        library.set_head(self._model, self._vocab_size, pointer(head), pointer(norm), parts.norm_eps)
+        done = library.set_head(self._model, self._vocab_size, pointer(head), pointer(norm), parts.norm_eps)
+        _require_memory(done, "the output head")
 
     def _set_layer(self, index: int, layer: LayerParts, window: int) -> None:
         weights = [linear.weight.contiguous() for linear in layer.linears]
@@ -73,12 +78,14 @@ class NativeDecoder:
         bias = None
         if any(linear.bias is not None for linear in layer.linears[:3]):
             bias = torch.cat([_bias(linear) for linear in layer.linears[:3]])
-        self._library.set_layer(self._model, index, *map(pointer, [*weights, *norms, bias]), window)
+        done = self._library.set_layer(self._model, index, *map(pointer, [*weights, *norms, bias]), window)
+        _require_memory(done, f"the weights of layer {index}")
+        for linear in layer.linears:  # packed by now, and two copies of all layers may not fit
+            linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, or make it anew."""
-        if not self._library.set_cache(self._model, num_blocks):
-            raise MemoryError(f"no memory for a KV cache of {num_blocks} blocks")
+        _require_memory(self._library.set_cache(self._model, num_blocks), f"a KV cache of {num_blocks} blocks")
 
     def set_pair(self, slot: int, pair: PackedPair) -> None:
         """The pair's tensors must stay alive until the slot is cleared."""
@@ -102,7 +109,6 @@ class NativeDecoder:
         arrays = _Arrays.of(batch, self._kv_heads, self._block_size)
         step = Step(
             rows=hidden.shape[0],
-            spans=len(arrays.spans),
             fresh=len(arrays.fresh),
             items=len(arrays.items),
             rows_per_item=ROWS_PER_ITEM,
@@ -168,6 +174,12 @@ class _Arrays:
             np.array(fresh, dtype=np.int64),
             max_len,
         )
+
+
+def _require_memory(done: int | None, what: str) -> None:
+    """`done`: 0 or NULL when the kernels had none."""
+    if not done:
+        raise MemoryError(f"no memory for {what}")
 
 
 def _floats(weight: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engines.attention.interface import Attention
-from engines.batch import StepBatch
+from engines.batch import PROBE_TOKENS, StepBatch
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.model_loader import LoadedModel
@@ -53,13 +53,14 @@ def install_kernels(
     except (Unsupported, BuildFailed, OSError) as exc:
         if config.attention == "native":
             raise ModelRefused(f"attention = 'native' is not possible here: {exc}") from exc
-        logger.info("computing with torch alone, not with the C kernels: %s", exc)
+        level = logging.INFO if isinstance(exc, Unsupported) else logging.WARNING
+        logger.log(level, "computing with torch alone, not with the C kernels: %s", exc)
         return None
     decoder = NativeDecoder(
         library,
         parts,
         block_size=config.block_size,
-        max_tokens=max(config.max_step_tokens, config.max_step_tokens_decoding) + config.max_running,
+        max_tokens=max(config.max_step_tokens, config.max_step_tokens_decoding, PROBE_TOKENS) + config.max_running,
         max_slots=config.max_adapters,
         threads=threads,
     )

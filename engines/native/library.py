@@ -20,7 +20,7 @@ class Settings(Structure):
 
 class Step(Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("rows", "spans", "fresh", "items", "rows_per_item", "max_len")),
+        *((name, c_int32) for name in ("rows", "fresh", "items", "rows_per_item", "max_len")),
         *((name, c_void_p) for name in ("span", "tables", "item", "kv_slots", "fresh_block", "slots")),
         *((name, c_void_p) for name in ("cos", "sin", "hidden")),
     )
@@ -34,8 +34,8 @@ class Library:
         self.new = _typed(dll.rh_new, c_void_p, POINTER(Settings))
         self.free = _typed(dll.rh_free, None, c_void_p)
         self.uses_amx = _typed(dll.rh_uses_amx, c_int)
-        self.set_layer = _typed(dll.rh_set_layer, None, c_void_p, c_int, *[c_void_p] * 12, c_int)
-        self.set_head = _typed(dll.rh_set_head, None, c_void_p, c_int, c_void_p, c_void_p, c_float)
+        self.set_layer = _typed(dll.rh_set_layer, c_int, c_void_p, c_int, *[c_void_p] * 12, c_int)
+        self.set_head = _typed(dll.rh_set_head, c_int, c_void_p, c_int, c_void_p, c_void_p, c_float)
         self.set_cache = _typed(dll.rh_set_cache, c_int, c_void_p, c_int)
         self.set_pair = _typed(dll.rh_set_pair, None, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_int, c_float)
         self.clear_slot = _typed(dll.rh_clear_slot, None, c_void_p, c_int)

@@ -29,9 +29,11 @@ void big_free(void *p, size_t bytes);
 
 static size_t packed_bytes(const Packed *w) { return (size_t)w->n_pad * w->k_pad * (w->is_bf16 ? 2 : 4); }
 
-static void pack_new(Packed *w, int n, int k, int is_bf16) {
+/* 0: no memory. */
+static int pack_new(Packed *w, int n, int k, int is_bf16) {
     *w = (Packed){n, k, ROUND_UP(n, COLUMNS), ROUND_UP(k, 32), is_bf16, NULL};
     w->data = big_alloc(packed_bytes(w)); /* zeroed: padding stays zero */
+    return w->data != NULL;
 }
 
 /* Copy `rows` rows of a row-major matrix into W: 16 of them to rows `at` …, the next 16 `step` rows further on. */

@@ -52,7 +52,7 @@ typedef struct {
 
 /* One forward. Rows of one sequence are consecutive and make a span; its block table begins at `table`. */
 typedef struct {
-    int32_t rows, spans, fresh, items, rows_per_item, max_len;
+    int32_t rows, fresh, items, rows_per_item, max_len;
     const Span *span;
     const int32_t *tables;
     const int32_t *item;      /* [items][3] */
@@ -66,12 +66,16 @@ typedef struct {
 static float *copy_floats(const float *from, int count) {
     if (!from) return NULL;
     float *to = malloc((size_t)count * sizeof *to);
-    memcpy(to, from, (size_t)count * sizeof *to);
+    if (to) memcpy(to, from, (size_t)count * sizeof *to);
     return to;
 }
 
+void rh_free(Model *m);
+
+/* NULL: no memory. */
 Model *rh_new(const Settings *settings) {
     Model *m = calloc(1, sizeof *m);
+    if (!m) return NULL;
     m->s = *settings;
     m->layers = calloc((size_t)m->s.layers, sizeof *m->layers);
     use_amx = HAVE_AMX && amx_request();
@@ -86,54 +90,62 @@ Model *rh_new(const Settings *settings) {
     m->attended = big_alloc(m->attended_bytes = rows * ROUND_UP(attended, 32) * size);
     m->x2 = big_alloc(m->x2_bytes = rows * ROUND_UP(m->s.inner, 32) * size);
     m->y = big_alloc(m->y_bytes = rows * ROUND_UP(widest, 32) * 4);
-    return m;
+    if (m->layers && m->pool && m->scratch && m->x && m->attended && m->x2 && m->y) return m;
+    rh_free(m);
+    return NULL;
 }
 
 int rh_uses_amx(void) { return use_amx; }
 
-static void adapted_new(Adapted *a, int slots, int in, int out, int at, int step) {
+static int adapted_new(Adapted *a, int slots, int in, int out, int at, int step) {
     *a = (Adapted){calloc((size_t)slots, sizeof(Pair)), in, out, at, step};
+    return a->pairs != NULL;
 }
 
-/* Weights row-major as in the checkpoint; norms and biases as floats. `qkv_bias` [heads x dim + 2 kv_heads x dim]. */
-void rh_set_layer(Model *m, int index, const void *q, const void *k, const void *v, const void *o, const void *gate,
+/* Weights row-major as in the checkpoint; norms and biases as floats. `qkv_bias` [heads x dim + 2 kv_heads x dim].
+ * 0: no memory.
+ */
+int rh_set_layer(Model *m, int index, const void *q, const void *k, const void *v, const void *o, const void *gate,
                   const void *up, const void *down, const float *norm1, const float *norm2, const float *q_norm,
                   const float *k_norm, const float *qkv_bias, int window) {
     const Settings *s = &m->s;
     Layer *l = &m->layers[index];
     int q_out = s->heads * s->dim, kv_out = s->kv_heads * s->dim, slots = s->max_slots;
-    pack_new(&l->gemm[QKV], q_out + 2 * kv_out, s->hidden, s->is_bf16);
+    if (!pack_new(&l->gemm[QKV], q_out + 2 * kv_out, s->hidden, s->is_bf16) ||
+        !pack_new(&l->gemm[O], s->hidden, q_out, s->is_bf16) ||
+        !pack_new(&l->gemm[GATE_UP], 2 * s->inner, s->hidden, s->is_bf16) ||
+        !pack_new(&l->gemm[DOWN], s->hidden, s->inner, s->is_bf16))
+        return 0;
     pack_rows(&l->gemm[QKV], 0, 16, q_out, q);
     pack_rows(&l->gemm[QKV], q_out, 16, kv_out, k);
     pack_rows(&l->gemm[QKV], q_out + kv_out, 16, kv_out, v);
-    pack_new(&l->gemm[O], s->hidden, q_out, s->is_bf16);
     pack_rows(&l->gemm[O], 0, 16, s->hidden, o);
-    pack_new(&l->gemm[GATE_UP], 2 * s->inner, s->hidden, s->is_bf16);
     pack_rows(&l->gemm[GATE_UP], 0, 32, s->inner, gate);
     pack_rows(&l->gemm[GATE_UP], 16, 32, s->inner, up);
-    pack_new(&l->gemm[DOWN], s->hidden, s->inner, s->is_bf16);
     pack_rows(&l->gemm[DOWN], 0, 16, s->hidden, down);
-    adapted_new(&l->adapted[Q_PROJ], slots, s->hidden, q_out, 0, 16);
-    adapted_new(&l->adapted[K_PROJ], slots, s->hidden, kv_out, q_out, 16);
-    adapted_new(&l->adapted[V_PROJ], slots, s->hidden, kv_out, q_out + kv_out, 16);
-    adapted_new(&l->adapted[O_PROJ], slots, q_out, s->hidden, 0, 16);
-    adapted_new(&l->adapted[GATE_PROJ], slots, s->hidden, s->inner, 0, 32);
-    adapted_new(&l->adapted[UP_PROJ], slots, s->hidden, s->inner, 16, 32);
-    adapted_new(&l->adapted[DOWN_PROJ], slots, s->inner, s->hidden, 0, 16);
     l->norm1 = copy_floats(norm1, s->hidden);
     l->norm2 = copy_floats(norm2, s->hidden);
     l->q_norm = copy_floats(q_norm, s->dim);
     l->k_norm = copy_floats(k_norm, s->dim);
     l->qkv_bias = copy_floats(qkv_bias, q_out + 2 * kv_out);
     l->window = window;
+    return l->norm1 && l->norm2 && (l->q_norm || !q_norm) && (l->k_norm || !k_norm) && (l->qkv_bias || !qkv_bias) &&
+           adapted_new(&l->adapted[Q_PROJ], slots, s->hidden, q_out, 0, 16) &&
+           adapted_new(&l->adapted[K_PROJ], slots, s->hidden, kv_out, q_out, 16) &&
+           adapted_new(&l->adapted[V_PROJ], slots, s->hidden, kv_out, q_out + kv_out, 16) &&
+           adapted_new(&l->adapted[O_PROJ], slots, q_out, s->hidden, 0, 16) &&
+           adapted_new(&l->adapted[GATE_PROJ], slots, s->hidden, s->inner, 0, 32) &&
+           adapted_new(&l->adapted[UP_PROJ], slots, s->hidden, s->inner, 16, 32) &&
+           adapted_new(&l->adapted[DOWN_PROJ], slots, s->inner, s->hidden, 0, 16);
 }
 
-void rh_set_head(Model *m, int rows, const void *weight, const float *norm, float eps) {
+/* 0: no memory. */
+int rh_set_head(Model *m, int rows, const void *weight, const float *norm, float eps) {
     m->head_norm = copy_floats(norm, m->s.hidden);
     m->head_eps = eps;
-    pack_new(&m->head_weight, rows, m->s.hidden, m->s.is_bf16);
+    if (!m->head_norm || !pack_new(&m->head_weight, rows, m->s.hidden, m->s.is_bf16)) return 0;
     pack_rows(&m->head_weight, 0, 16, rows, weight);
-    adapted_new(&m->head, m->s.max_slots, m->s.hidden, rows, 0, 16);
+    return adapted_new(&m->head, m->s.max_slots, m->s.hidden, rows, 0, 16);
 }
 
 /* Make the cache of `blocks` blocks, or make it anew. Zero, and not in memory before it is written. 0: no memory. */
@@ -164,7 +176,7 @@ void rh_clear_slot(Model *m, int slot) {
 }
 
 void rh_free(Model *m) {
-    for (int i = 0; i < m->s.layers; i++) {
+    for (int i = 0; m->layers && i < m->s.layers; i++) {
         Layer *l = &m->layers[i];
         for (int j = 0; j < GEMMS; j++) big_free(l->gemm[j].data, packed_bytes(&l->gemm[j]));
         for (int j = 0; j < MODULES; j++) free(l->adapted[j].pairs);
@@ -176,11 +188,11 @@ void rh_free(Model *m) {
         big_free(l->k, m->cache_bytes);
         big_free(l->v, m->cache_bytes);
     }
-    for (int i = 0; i < m->s.threads; i++) free(m->scratch[i]);
+    for (int i = 0; m->scratch && i < m->s.threads; i++) free(m->scratch[i]);
     big_free(m->head_weight.data, packed_bytes(&m->head_weight));
     free(m->head.pairs);
     free(m->head_norm);
-    pool_free(m->pool);
+    if (m->pool) pool_free(m->pool);
     big_free(m->x, m->x_bytes);
     big_free(m->attended, m->attended_bytes);
     big_free(m->x2, m->x2_bytes);

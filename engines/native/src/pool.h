@@ -27,7 +27,7 @@ typedef struct {
     _Atomic int stopping;
     Body body;
     void *argument;
-    int count;
+    _Atomic int count;
     int threads;
     pthread_t *handles;
 } Pool;
@@ -87,12 +87,14 @@ static void *pool_main(void *argument) {
 
 static Pool *pool_new(int threads) {
     Pool *pool = calloc(1, sizeof *pool);
+    if (!pool) return NULL;
     pool->threads = threads;
     pool->handles = calloc((size_t)threads, sizeof *pool->handles);
-    for (int i = 1; i < threads; i++) {
+    if (!pool->handles) pool->threads = 1;
+    for (int i = 1; i < pool->threads; i++) {
         Worker *worker = malloc(sizeof *worker);
-        *worker = (Worker){pool, i};
-        if (pthread_create(&pool->handles[i], NULL, pool_main, worker)) {
+        if (worker) *worker = (Worker){pool, i};
+        if (!worker || pthread_create(&pool->handles[i], NULL, pool_main, worker)) {
             free(worker);
             pool->threads = i;
             break;
@@ -118,7 +120,9 @@ static void pool_run(Pool *pool, int count, Body body, void *argument) {
     }
     /* A worker that is late for the previous loop finds another generation in `next` and touches nothing else. */
     uint32_t generation = atomic_load(&pool->generation) + 1;
+    if (generation == UINT32_MAX) generation = 1; /* that one marks that there is no loop */
     atomic_store(&pool->next, UINT64_MAX);
+    atomic_thread_fence(memory_order_seq_cst); /* nobody sees the new body before that mark */
     pool->body = body;
     pool->argument = argument;
     pool->count = count;

@@ -93,18 +93,6 @@ static inline void vf_store_bf16(bf16 *p, vf v) {
     for (int i = 0; i < 16; i++) p[i] = to_bf16(v[i]);
 #endif
 }
-static inline vf vf_load_bf16(const bf16 *p) {
-    vf v;
-#if defined(__AVX512F__)
-    __m256i h;
-    memcpy(&h, p, 32);
-    v = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
-#else
-    for (int i = 0; i < 16; i++) v[i] = from_bf16(p[i]);
-#endif
-    return v;
-}
-
 static inline vf exp_polynomial(vf f) {
     vf p = vf_set(1.9875691500e-4f);
     p = vf_fma(p, f, vf_set(1.3981999507e-3f));
