@@ -5,7 +5,7 @@ Reading never waits and never calls a model, which would wake one that sleeps.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -59,6 +59,10 @@ class ModelWatch:
     def add(self, app: str) -> None:
         self._apps.add(app)
 
+    def keep_only(self, apps: Collection[str]) -> None:
+        """Forget the others: without replicas they would be asked about for ever."""
+        self._apps.intersection_update(apps)
+
     def why_not_ready(self, app: str) -> str | None:
         """None if the model can produce a token now, or sleeps and would wake up for it."""
         replicas = self._roster.replicas(app)
@@ -87,7 +91,9 @@ class ModelWatch:
 
     async def _watch(self) -> None:
         while True:
-            if any(not self._roster.replicas(app) for app in self._apps):
+            if all(self._roster.replicas(app) for app in self._apps):
+                self._statuses = None  # once there is a need for them they are old
+            else:
                 try:
                     self._statuses = await asyncio.to_thread(self._read_statuses)
                 except Exception:  # whatever Ray raises while its controller restarts: what was known still counts

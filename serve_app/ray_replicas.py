@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from contextlib import closing
 from typing import Any, TypeVar
 
 from ray import serve
@@ -22,21 +23,31 @@ ENGINE_DEPLOYMENT = "engine"
 T = TypeVar("T")
 
 
+def _open_handle(app: str) -> DeploymentHandle:
+    # Not checked: a model may be deployed after the ingress that names it.
+    return serve.get_deployment_handle(ENGINE_DEPLOYMENT, app_name=app, _check_exists=False)
+
+
 class RayReplicas:
     """`generation.Replicas` over the handles of Serve. Tokens come over the side channel, or with `listener` None as
     Serve's own streams.
     """
 
-    def __init__(self, watch: ModelWatch, listener: Listener | None, *, no_replica_timeout_s: float) -> None:
+    def __init__(
+        self,
+        watch: ModelWatch,
+        listener: Listener | None,
+        *,
+        no_replica_timeout_s: float,
+        open_handle: Callable[[str], DeploymentHandle] = _open_handle,
+    ) -> None:
+        """`open_handle`: to the engine of an application, which need not be deployed yet."""
         self._watch = watch
+        self._open_handle = open_handle
         self._listener = listener
         self._no_replica_timeout_s = no_replica_timeout_s
         self._handles: dict[str, DeploymentHandle] = {}
         self._calls: set[asyncio.Task[Any]] = set()
-
-    @property
-    def open_calls(self) -> int:
-        return len(self._calls)
 
     def generate(self, deployment: str, request: GenerateRequest, *, affinity: str) -> AsyncGenerator[TokenDelta, None]:
         digest = request.adapter.digest if request.adapter is not None else ""
@@ -58,31 +69,28 @@ class RayReplicas:
 
     def _handle(self, app: str) -> DeploymentHandle:
         if app not in self._handles:
-            # Not checked: a model may be deployed after the ingress that names it.
-            handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, app_name=app, _check_exists=False)
-            self._handles[app] = handle.options(method_name="run")
-            self._watch.add(app)
+            self._handles[app] = self._open_handle(app).options(method_name="run")
+        self._watch.add(app)
         return self._handles[app]
 
     async def _over_channel(
         self, app: str, handle: DeploymentHandle, request: GenerateRequest, listener: Listener
     ) -> AsyncGenerator[TokenDelta, None]:
-        stream = listener.open()
-        response = handle.remote(request, listener.endpoint, stream.stream_id)
-        self._keep(_follow(response, stream))
-        accepted = self._keep(stream.accepted())
-        try:
-            await self._taken(app, accepted)
-            finished = False
-            while not finished:
-                delta = await stream.receive()
-                finished = delta.finish_reason is not None
-                yield delta
-        finally:
-            accepted.cancel()
-            if not stream.is_finished:
-                _cancel(response)
-            stream.close()
+        with closing(listener.open()) as stream:
+            response = handle.remote(request, listener.endpoint, stream.stream_id)
+            self._keep(_follow(response, stream))
+            accepted = self._keep(stream.accepted())
+            try:
+                await self._taken(app, accepted)
+                finished = False
+                while not finished:
+                    delta = await stream.receive()
+                    finished = delta.finish_reason is not None
+                    yield delta
+            finally:
+                accepted.cancel()
+                if not stream.is_finished:
+                    _cancel(response)
 
     async def _over_serve(
         self, app: str, handle: DeploymentHandle, request: GenerateRequest

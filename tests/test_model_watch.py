@@ -100,6 +100,42 @@ def test_the_controller_is_not_asked_while_replicas_are_up():
     asyncio.run(main())
 
 
+async def until_unknown(watch: ModelWatch, roster: Roster, replicas) -> None:
+    """Look, without giving the watch a turn, at what is known once there are no replicas."""
+    async with asyncio.timeout(10):
+        while True:
+            roster.put("m", ())
+            if watch.why_not_ready("m") == "its state is not known yet":
+                return
+            roster.put("m", replicas)
+            await asyncio.sleep(0)
+
+
+def test_what_the_controller_said_before_the_replicas_came_does_not_count_once_they_die(monkeypatch):
+    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0.001)
+
+    async def main() -> None:
+        controller = Controller({"m": AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED")})
+        async with watching(controller, ()) as (watch, roster):
+            await asyncio.to_thread(controller.asked.acquire)
+            assert watch.has_failed("m")
+            await until_unknown(watch, roster, (READY,))
+            assert not watch.has_failed("m")
+
+    asyncio.run(main())
+
+
+def test_an_application_that_left_the_catalogue_is_not_asked_about(monkeypatch):
+    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0.001)
+
+    async def main() -> None:
+        async with watching(Controller({"m": HEALTHY}), ()) as (watch, roster):
+            watch.keep_only({"n"})
+            await until_unknown(watch, roster, ())
+
+    asyncio.run(main())
+
+
 def test_a_controller_that_does_not_answer_changes_nothing_that_was_known(monkeypatch):
     monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0.001)
 

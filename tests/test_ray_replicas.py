@@ -1,12 +1,23 @@
 """What failures of Serve mean to those who wait for tokens."""
 
+import asyncio
+
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+    RequestCancelledError,
+)
 
 from engines.errors import QueueFull, RequestRefused
+from engines.protocol import GenerateRequest, SamplingParams
+from serve_app.channel import Listener
 from serve_app.errors import NoReplica, ReplicaLost, to_http
-from serve_app.ray_replicas import translated
+from serve_app.model_watch import ModelWatch
+from serve_app.ray_replicas import RayReplicas, translated
+from serve_app.roster import Roster
 
 
 def as_task_error(cause: Exception) -> Exception:
@@ -41,3 +52,27 @@ def test_every_failure_becomes_an_error_of_the_service(error, expected, status):
 def test_the_callers_fault_keeps_its_words_over_both_transports():
     refused = RequestRefused("prompt", "prompt has 9 tokens, the limit is 8.")
     assert str(translated(refused)) == str(translated(as_task_error(refused))) == "prompt has 9 tokens, the limit is 8."
+
+
+class ClosedHandle:
+    """A handle to an application when Serve is shutting down."""
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *_):
+        raise RayServeException("Serve is shutting down")
+
+
+def test_a_call_that_cannot_be_made_leaves_no_stream_behind():
+    async def main() -> None:
+        listener = await Listener.start("127.0.0.1")
+        watch = ModelWatch(Roster(), dict)
+        replicas = RayReplicas(watch, listener, no_replica_timeout_s=1, open_handle=lambda app: ClosedHandle())
+        request = GenerateRequest("r", (1, 2), SamplingParams(max_tokens=1, seed=0))
+        with pytest.raises(RayServeException):
+            await anext(replicas.generate("m", request, affinity=""))
+        assert listener.open_streams == 0
+        await listener.close()
+
+    asyncio.run(main())
