@@ -53,6 +53,9 @@ class Checkpoints(Protocol):
     async def list(self, owner: str | None) -> Listing:
         """Those that this owner may use."""
 
+    def close(self) -> None:
+        """No more calls come."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -113,7 +113,7 @@ class Handlers:
 
     async def _generate(self, exchange: Exchange, open_answer: OpenAnswer) -> None:
         service, settings = self._service, self._service.settings
-        edge = Edge(settings.catalog, settings.limits, service.replicas, service.workers)
+        edge = self._edge()
         with service.limiter.admit(exchange.caller) as lease:
             raw = await read_json(exchange, settings.limits, service.workers)
             async with ClientWatch(exchange), _time_limit(exchange, settings.limits), AsyncExitStack() as stack:
@@ -121,14 +121,19 @@ class Handlers:
                     answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
                 except (AdapterChanged, EngineStopped):
                     # The checkpoint was replaced just now, or the replica began to drain: nothing was run, and another
-                    # look finds the new content, another replica.
-                    answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
+                    # look finds the new content, another replica; by the configuration of now, since the one that the
+                    # request began with may be gone, its store of checkpoints closed.
+                    answer = await stack.enter_async_context(open_answer(self._edge(), exchange, raw))
                 exchange.record.first_token_s = exchange.elapsed_s()
                 try:
                     await self._send(exchange, answer)
                 finally:
                     exchange.record.count(answer.reply)
                     lease.charge(answer.reply.usage.total_tokens)
+
+    def _edge(self) -> Edge:
+        service, settings = self._service, self._service.settings
+        return Edge(settings.catalog, settings.limits, service.replicas, service.workers)
 
     async def _send(self, exchange: Exchange, answer: Answer) -> None:
         if answer.stream:

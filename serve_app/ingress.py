@@ -1,6 +1,5 @@
 """The ingress deployment: the HTTP application in a Serve replica, and its way to models and checkpoints."""
 
-import asyncio
 import logging
 
 import ray
@@ -21,8 +20,6 @@ from serve_app.service import Service
 
 logger = logging.getLogger(__name__)
 
-_OLD_STORE_S = 120.0  # longer than any request waits for a checkpoint
-
 
 class Ingress:
     """Serve constructs it, asks it for its ASGI application, hands it its `user_config`, and drains it before it stops
@@ -34,7 +31,6 @@ class Ingress:
         self._args = args
         self._watch = ModelWatch(ROSTER, read_statuses)
         self._listener: Listener | None = None
-        self._store: CheckpointStore | None = None
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         if self._args.transport == "channel":
@@ -44,7 +40,7 @@ class Ingress:
         self._watch.start()
         timeout_s = self._args.no_replica_timeout_s
         self._replicas = RayReplicas(self._watch, self._listener, no_replica_timeout_s=timeout_s)
-        self._service = Service(self._replicas, self._open_store, recorder=IngressMetrics())
+        self._service = Service(self._replicas, _open_store, recorder=IngressMetrics())
         return build_http_app(self._service)
 
     async def reconfigure(self, user_config: object) -> None:
@@ -67,19 +63,13 @@ class Ingress:
         if self._listener is not None:
             await self._listener.close()
         self._service.close()
-        if self._store is not None:
-            self._store.close()
 
-    def _open_store(self, config: CheckpointsConfig) -> CheckpointStore:
-        """Raises `ConfigRefused`."""
-        cache = config.cache_directory
-        store = CheckpointStore(
-            [resolve_path(root) for root in config.roots],
-            cache_directory=None if cache is None else resolve_path(cache),
-            cache_bytes=config.cache_bytes,
-        )
-        if self._store is not None:
-            # Requests that began with it are still looking their checkpoints up.
-            asyncio.get_running_loop().call_later(_OLD_STORE_S, self._store.close)
-        self._store = store
-        return store
+
+def _open_store(config: CheckpointsConfig) -> CheckpointStore:
+    """Raises `ConfigRefused`."""
+    cache = config.cache_directory
+    return CheckpointStore(
+        [resolve_path(root) for root in config.roots],
+        cache_directory=None if cache is None else resolve_path(cache),
+        cache_bytes=config.cache_bytes,
+    )

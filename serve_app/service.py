@@ -40,7 +40,9 @@ class Service:
         recorder: Recorder | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
-        """`keep_alive_s`: a stream that is silent for this long gets a comment."""
+        """`open_checkpoints` is called in a thread; what it opens is the service's to close. `keep_alive_s`: a stream
+        that is silent for this long gets a comment.
+        """
         self.replicas = replicas
         self.recorder: Recorder = recorder or NullRecorder()
         self.keep_alive_s = keep_alive_s
@@ -50,6 +52,7 @@ class Service:
         self._open_checkpoints = open_checkpoints
         self._config: ServiceConfig | None = None
         self._checkpoints: Checkpoints | None = None
+        self._retired: list[Checkpoints] = []
         self._changing = asyncio.Lock()
         limits = LimitsConfig()
         self.settings = Settings(limits, Catalog({}, None), Keyring((), limits))
@@ -77,16 +80,34 @@ class Service:
 
     def close(self) -> None:
         self.workers.close()
+        for checkpoints in (*self._retired, self._checkpoints):
+            if checkpoints is not None:
+                checkpoints.close()
 
     async def _take_over(self, config: ServiceConfig) -> None:
         keyring = await asyncio.to_thread(Keyring, config.keys, config.limits)
         loaded = list(self.settings.catalog.models.values())
         models = [await self._model(model, loaded) for model in config.models]
+        checkpoints = self._checkpoints
         if self._config is None or self._config.checkpoints != config.checkpoints:
-            self._checkpoints = self._open_checkpoints(config.checkpoints)
-        self._config = config
-        catalog = Catalog({model.id: model for model in models}, self._checkpoints)
+            # In a thread: a root's package may take seconds to import.
+            checkpoints = await asyncio.to_thread(self._open_checkpoints, config.checkpoints)
+        before = self.settings.limits
+        catalog = Catalog({model.id: model for model in models}, checkpoints)
         self.settings = Settings(config.limits, catalog, keyring)
+        if self._checkpoints is not None and self._checkpoints is not checkpoints:
+            self._retire(self._checkpoints, before)
+        self._config, self._checkpoints = config, checkpoints
+
+    def _retire(self, checkpoints: Checkpoints, limits: LimitsConfig) -> None:
+        """Close it once no request can be left of those that began with it: a body, and then the whole request."""
+
+        def close() -> None:
+            self._retired.remove(checkpoints)
+            checkpoints.close()
+
+        self._retired.append(checkpoints)
+        asyncio.get_running_loop().call_later(limits.body_timeout_s + limits.total_timeout_s, close)
 
     async def _model(self, config: ModelConfig, loaded: list[ServedModel]) -> ServedModel:
         same = next((model for model in loaded if model.config == config), None)

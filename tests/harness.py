@@ -67,6 +67,7 @@ class MemoryCheckpoints:
     """Checkpoints by path; an exception in place of one is raised."""
 
     held: dict[str, StoredCheckpoint | Exception] = field(default_factory=dict)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
         denied = CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
@@ -86,6 +87,9 @@ class MemoryCheckpoints:
         }
         bases = {path: base for path, base in mine.items() if base is not None}
         return StoredListing(tuple(mine), len(mine) < 3, bases)
+
+    def close(self) -> None:
+        self.closed.set()
 
 
 @dataclass

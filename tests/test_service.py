@@ -1,18 +1,37 @@
 """The configuration changes while the service runs; a bad one changes nothing."""
 
+import asyncio
 import json
 import shutil
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BASE, CHAT, CONTEXT, KEY, OTHER_KEY, RunningEdge, config_for, running_edge
+from harness import (
+    BASE,
+    CHAT,
+    CONTEXT,
+    KEY,
+    OTHER_KEY,
+    MemoryCheckpoints,
+    RunningEdge,
+    StoredCheckpoint,
+    config_for,
+    running_edge,
+)
 from tiny_tokenizer import save_model_folder
 
+from engines.errors import AdapterChanged, EngineError
 from engines.fake import FakeConfig
-from serve_app.config import ModelConfig
+from engines.protocol import Adapter, GenerateRequest
+from serve_app.catalog import Catalog
+from serve_app.config import CheckpointsConfig, ModelConfig
 from serve_app.errors import ConfigRefused
+from serve_app.local_replicas import LocalReplicas
 from serve_app.served_model import load_model
+from serve_app.service import Service
 
 pytest_plugins = ("edge_fixtures",)
 
@@ -60,6 +79,53 @@ def test_a_bad_configuration_is_told_and_the_last_good_one_stays(edge: RunningEd
     edge.reconfigure()
     assert edge.service.config_error is None
     assert edge.recorder.config_errors[-1] is None
+
+
+def test_the_store_of_checkpoints_is_opened_in_a_thread_and_closed_once_no_request_can_need_it(
+    model_folders: dict[str, str],
+) -> None:
+    async def change() -> None:
+        opened, threads = list[MemoryCheckpoints](), list[str]()
+
+        def open_checkpoints(_: CheckpointsConfig) -> MemoryCheckpoints:
+            threads.append(threading.current_thread().name)
+            opened.append(MemoryCheckpoints())
+            return opened[-1]
+
+        service = Service(LocalReplicas({}), open_checkpoints)
+        config = config_for(model_folders)
+        briefly = {"body_timeout_s": 0.2, "total_timeout_s": 0.1}
+        await service.reconfigure({**config, "limits": briefly, "checkpoints": {"roots": ["/1"]}})
+        await service.reconfigure({**config, "limits": {}, "checkpoints": {"roots": ["/1"]}})
+        await service.reconfigure({**config, "limits": briefly, "checkpoints": {"roots": ["/2"]}})
+        assert threading.current_thread().name not in threads
+        await service.reconfigure({**config, "limits": briefly, "checkpoints": {"roots": ["/3"]}})
+        assert [store.closed.is_set() for store in opened] == [False] * 3
+        await asyncio.wait_for(opened[1].closed.wait(), 20)  # requests with the first may take an hour
+        assert [store.closed.is_set() for store in opened] == [False, True, False]
+        service.close()
+        assert [store.closed.is_set() for store in opened] == [True] * 3
+
+    asyncio.run(change())
+
+
+def test_a_request_that_looks_again_does_so_by_the_configuration_of_now(edge: RunningEdge) -> None:
+    path, before = "tinker://r/sampler_weights/n", edge.service.settings
+    edge.checkpoints.held[path] = StoredCheckpoint("d1")
+    now = MemoryCheckpoints({path: StoredCheckpoint("d2")})
+
+    def reply(request: GenerateRequest) -> list[int | EngineError] | None:
+        if request.adapter == Adapter("d1", "/nowhere"):
+            edge.service.settings = replace(before, catalog=Catalog(before.catalog.models, now))
+            return [AdapterChanged("gone")]
+        return None
+
+    edge.script.reply = reply
+    try:
+        assert edge.chat(model=path, max_tokens=1).status_code == 200
+    finally:
+        edge.service.settings = before
+    assert [request.adapter for request in edge.script.requests] == [Adapter(d, "/nowhere") for d in ("d1", "d2")]
 
 
 def test_a_request_under_way_finishes_with_the_configuration_it_began_with(edge: RunningEdge) -> None:
