@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from engines.protocol import TokenDelta
-from serve_app.errors import ReplicaLost, TotalTimeout
+from serve_app.errors import ClientTooSlow, ReplicaLost
 from serve_app.frames import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
@@ -83,8 +83,8 @@ class Stream:
     async def receive(self) -> TokenDelta:
         """All that came since the last call, at least one token.
 
-        Raises the `EngineError` that ended the request, `ReplicaLost`, or `TotalTimeout` when the caller is so slow
-        that too much waits. Not to be called again after the last delta.
+        Raises the `EngineError` that ended the request, `ReplicaLost`, or `ClientTooSlow` when so much waits that
+        nobody can be reading. Not to be called again after the last delta.
         """
         while not self._unread:
             if self._error is not None:
@@ -124,7 +124,7 @@ class Stream:
             self._unread_weight += _weight(event)
             self._finished = event.finish_reason is not None
             if self._unread_weight > MAX_UNREAD_WEIGHT and not self._finished:
-                self.fail(TotalTimeout(f"The client reads too slowly: {len(self._unread)} deltas wait to be read."))
+                self.fail(ClientTooSlow(f"The client reads too slowly: {len(self._unread)} deltas wait to be read."))
         elif event is not None:
             self.fail(event)
         self._changed.set()

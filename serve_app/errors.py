@@ -10,7 +10,8 @@
     │   ├── MethodNotAllowed
     │   ├── BodyTooLarge
     │   ├── UnsupportedMediaType
-    │   └── ReplyRefused               the reply broke `tool_choice` or `parallel_tool_calls`
+    │   ├── ReplyRefused               the reply broke `tool_choice` or `parallel_tool_calls`
+    │   └── ClientTooSlow              the reply was there, and was not read
     ├── LimitReached               the key's limits; nothing was run
     ├── CheckpointError
     │   ├── CheckpointNotFound         not there, expired, or private to someone else
@@ -92,6 +93,12 @@ class UnsupportedMediaType(RequestError):
 
 class ReplyRefused(RequestError):
     """The model's reply broke a rule that the request set."""
+
+
+class ClientTooSlow(RequestError):
+    """The reply was there, and was not read in time. Its status is on the way by then: this is for the stream's last
+    event, the log and the metrics.
+    """
 
 
 class LimitReached(ServiceError):
@@ -198,6 +205,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     BodyTooLarge: _Row(413, _INVALID, "request_too_large"),
     UnsupportedMediaType: _Row(415, _INVALID, "unsupported_media_type"),
     ReplyRefused: _Row(422, _INVALID, "tool_choice_violated"),
+    ClientTooSlow: _Row(400, _INVALID, "client_too_slow"),
     CheckpointRefused: _Row(422, _INVALID, "checkpoint_refused"),
     engine_errors.AdapterRefused: _Row(422, _INVALID, "checkpoint_refused"),
     LimitReached: _Row(429, _RATE, "rate_limit_exceeded"),

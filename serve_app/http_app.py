@@ -20,7 +20,7 @@ from serve_app.chat import open_chat
 from serve_app.client_watch import ClientWatch
 from serve_app.completions import open_completion
 from serve_app.config import LimitsConfig
-from serve_app.errors import MethodNotAllowed, NotFound, NotReady, TotalTimeout
+from serve_app.errors import ClientTooSlow, MethodNotAllowed, NotFound, NotReady, TotalTimeout
 from serve_app.exchange import Exchange
 from serve_app.middleware import layers
 from serve_app.model_listing import describe, list_models
@@ -169,7 +169,7 @@ async def _no_route(request: Request, exc: Exception) -> Response:
 
 @asynccontextmanager
 async def _time_limit(exchange: Exchange, limits: LimitsConfig) -> AsyncIterator[None]:
-    """Raises `TotalTimeout` when its body takes longer."""
+    """Raises `TotalTimeout` when its body takes longer, or `ClientTooSlow` when it waits for the client by then."""
     seconds = limits.total_timeout_s
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -178,5 +178,5 @@ async def _time_limit(exchange: Exchange, limits: LimitsConfig) -> AsyncIterator
         if not limit.expired():
             raise
         if exchange.waits_for_client:
-            raise TotalTimeout(f"The client reads too slowly: the reply was not read within {seconds:g} s.") from exc
+            raise ClientTooSlow(f"The client reads too slowly: the reply was not read within {seconds:g} s.") from exc
         raise TotalTimeout(f"The request took longer than {seconds:g} s.") from exc

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.errors import ConfigRefused, NotFound, NotReady, to_http
+from serve_app.errors import ClientTooSlow, ConfigRefused, HttpError, NotFound, NotReady, to_http
 from serve_app.exchange import ClientLeft, Exchange
 from serve_app.logs import trace_of
 from serve_app.service import Service
@@ -152,10 +152,10 @@ async def _answer(exchange: Exchange, exc: Exception) -> None:
     error, record = to_http(exc), exchange.record
     is_ours = error.status >= 500
     record.status, record.error_code = error.status, error.code or error.type
-    record.outcome = Outcome.FAILED if is_ours else Outcome.REFUSED
+    record.outcome = _outcome(exc, error)
     if error.status == 500:
         logger.error("request_id=%s failed\n%s", record.request_id, trace_of(exc))
-    elif is_ours:
+    elif is_ours or record.outcome is Outcome.UNREAD:
         logger.warning("request_id=%s %s: %s", record.request_id, type(exc).__name__, exc)
     if exchange.response_ended:
         return  # the client has all it was to get
@@ -164,6 +164,12 @@ async def _answer(exchange: Exchange, exc: Exception) -> None:
     else:
         await exchange.send_error(error)
     record.status = error.status
+
+
+def _outcome(exc: Exception, error: HttpError) -> Outcome:
+    if isinstance(exc, ClientTooSlow):
+        return Outcome.UNREAD
+    return Outcome.FAILED if error.status >= 500 else Outcome.REFUSED
 
 
 def _log(record: RequestRecord) -> None:

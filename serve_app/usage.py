@@ -15,6 +15,7 @@ class Outcome(StrEnum):
     REFUSED = "refused"  # the caller's fault
     FAILED = "failed"  # ours
     LEFT = "left"  # the client went away
+    UNREAD = "unread"  # the client stayed, and did not read
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from engines.protocol import (
 )
 from serve_app import channel, uplink
 from serve_app.channel import Endpoint, Listener, Stream
-from serve_app.errors import ReplicaLost, TotalTimeout
+from serve_app.errors import ClientTooSlow, ReplicaLost
 from serve_app.frames import encode_event, encode_frame, encode_hello
 from serve_app.uplink import Links, run_request
 
@@ -291,7 +291,7 @@ def test_a_client_that_reads_too_slowly_is_cut_off_and_its_generation_ends():
             link.deliver([Output("slow", many)])
         await settled(lambda: stream.is_finished)
         assert len((await stream.receive()).token_ids) == 5 * 50_000
-        with pytest.raises(TotalTimeout, match="reads too slowly"):
+        with pytest.raises(ClientTooSlow, match="reads too slowly"):
             await stream.receive()
         stream.close()
         await over

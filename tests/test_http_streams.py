@@ -12,6 +12,7 @@ from harness import BASE, CHAT, KEEP_ALIVE_S, KEY, RunningEdge
 from wire import error, post_head
 
 from engines.errors import EngineStopped, NonFiniteLogits, QueueFull
+from serve_app.usage import Outcome
 
 pytest_plugins = ("edge_fixtures",)
 
@@ -293,7 +294,10 @@ def test_a_client_that_reads_too_slowly_is_told_so(edge: RunningEdge, caplog: py
     finally:
         edge.reconfigure()
     last = received.rpartition(b"data: ")[2].partition(b"\n")[0]
-    assert json.loads(last) == error(said, "server_error", code="timeout")
+    assert json.loads(last) == error(said, "invalid_request_error", code="client_too_slow")
+    edge.wait_until_idle()
+    found = edge.recorder.ended[-1]
+    assert (found.outcome, found.status, found.error_code) == (Outcome.UNREAD, 400, "client_too_slow")
 
 
 def test_a_stream_of_a_key_without_places_left_is_429(edge: RunningEdge) -> None:
