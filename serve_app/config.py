@@ -8,10 +8,14 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
       models:                                # the base models; required, at least one
         - id: Qwen/Qwen3-8B                  # what clients put in `model`; required; no ":", ";", "/ep/" or spaces
           app: qwen3-8b                      # the Serve application whose replicas run it; required
-          source: /models/qwen3-8b           # folder, .gguf file or hub id (tokenizer, template, config); required
+          source: /models/qwen3-8b           # folder, .gguf file or hub id (tokenizer, template, config); required, the
+                                             # same as in the `args` of the application
+          revision: null                     # of a hub id: branch, tag or commit; the same as in `args`
           renderer: null                     # a name of renderers/registry.py; null: found from tokenizer and template
-          context_length: null               # tokens, prompt and completion; null: max_position_embeddings of source
-          variants: {"peft:131072": 131072}  # "<id>:peft:131072" is this model with that context length; default none
+          context_length: null               # tokens, prompt and completion; null: max_position_embeddings of source,
+                                             # which is also the most; to be given if `args` give one, at most that
+          variants: {"peft:32768": 32768}    # "<id>:peft:32768" is this model with that context length, within the same
+                                             # bounds; default none
           allow_checkpoint_chat_template: false  # whether a checkpoint's own chat_template.jinja is used; off: it is
                                              # code that the owner of a checkpoint would run in this process
           also_known_as: []                  # other names by which checkpoints call this base, such as a training path
@@ -88,6 +92,7 @@ class ModelConfig(_Section):
     id: Annotated[str, AfterValidator(_model_name)]
     app: Text
     source: Text
+    revision: Text | None = None
     renderer: Text | None = None
     context_length: Tokens | None = None
     variants: Mapping[Annotated[str, AfterValidator(_variant)], Tokens] = {}

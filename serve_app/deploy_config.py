@@ -16,9 +16,10 @@ from typing import Any
 import yaml
 
 from serve_app.api_config import ApiArgs, parse_api_args
-from serve_app.config import ServiceConfig, parse_config
+from serve_app.config import ModelConfig, ServiceConfig, parse_config
 from serve_app.errors import ConfigRefused
 from serve_app.model_config import ModelArgs, parse_model_args
+from serve_app.paths import resolve_source
 
 API = "serve_app.app:api"
 MODEL = "serve_app.app:model"
@@ -181,8 +182,31 @@ def _parse(
 
 def _unserved(service: ServiceConfig, apps: Mapping[str, ApiArgs | ModelArgs]) -> Iterator[str]:
     for model in service.models:
-        if not isinstance(apps.get(model.app), ModelArgs):
+        args = apps.get(model.app)
+        if isinstance(args, ModelArgs):
+            yield from _contradictions(model, args)
+        else:
             yield f"models: {model.id!r} is to run in the application {model.app!r}, which is not one of this file."
+
+
+def _contradictions(model: ModelConfig, args: ModelArgs) -> Iterator[str]:
+    """Where the catalogue promises what the model's application does not keep."""
+    where = f"of its application {model.app!r}"
+    if args.engine == "torch":  # the other one reads no source
+        if resolve_source(model.source) != resolve_source(args.source):
+            yield f"models: the source of {model.id!r} must be that {where}, {args.source!r}, got {model.source!r}."
+        if model.revision != args.revision:
+            got = f"{args.revision!r}, got {model.revision!r}"
+            yield f"models: the revision of {model.id!r} must be that {where}, {got}."
+    limit = args.context_length
+    if limit is None:
+        return
+    if model.context_length is None:
+        yield f"models: {model.id!r} needs a context_length of at most {limit}, which is that {where}."
+    lengths = {model.id: model.context_length or 0, **{f"{model.id}:{name}": n for name, n in model.variants.items()}}
+    for name, length in lengths.items():
+        if length > limit:
+            yield f"models: the context_length of {name!r} must be at most that {where}, {limit}, got {length}."
 
 
 def _user_config(application: Yaml) -> object:

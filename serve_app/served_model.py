@@ -53,11 +53,9 @@ def load_model(config: ModelConfig) -> ServedModel:
     """Raises `ConfigRefused` with one sentence."""
     source = resolve_source(config.source)
     tokenizer = _load_tokenizer(config, source)
-    facts = _read_json(source, "config.json")
+    facts = _read_json(source, "config.json", config.revision)
     facts = {**facts, **facts.get("text_config", {})}
-    context_length = config.context_length or facts.get("max_position_embeddings")
-    if not isinstance(context_length, int):
-        raise ConfigRefused(f"The model {config.id!r} needs context_length: {source!r} does not tell it.")
+    context_length = _context_length(config, source, facts.get("max_position_embeddings"))
     return ServedModel(
         config=config,
         tokenizer=tokenizer,
@@ -65,9 +63,24 @@ def load_model(config: ModelConfig) -> ServedModel:
         renderer=_build_renderer(config, tokenizer),
         context_length=context_length,
         vocab_size=max(len(tokenizer), int(facts.get("vocab_size") or 0)),
-        end_token_ids=_end_token_ids(tokenizer, source),
+        end_token_ids=_end_token_ids(tokenizer, config, source),
         created=int(time.time()),
     )
+
+
+def _context_length(config: ModelConfig, source: str, most: object) -> int:
+    """`most`: the length that the model was made for, if it tells; engines refuse what is longer."""
+    context_length = config.context_length or most
+    if not isinstance(context_length, int):
+        raise ConfigRefused(f"The model {config.id!r} needs context_length: {source!r} does not tell it.")
+    lengths = {config.id: context_length, **{f"{config.id}:{name}": n for name, n in config.variants.items()}}
+    for name, length in lengths.items():
+        if isinstance(most, int) and length > most:
+            raise ConfigRefused(
+                f"The context_length of {name!r} must be at most {most}, the max_position_embeddings of {source!r}, "
+                f"got {length}."
+            )
+    return context_length
 
 
 def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBase":
@@ -79,7 +92,7 @@ def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBas
         if path.suffix == ".gguf":
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=config.revision or "main")
     except (OSError, ValueError, KeyError) as exc:
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be loaded from {source!r}.") from exc
     if not tokenizer.is_fast:
@@ -104,20 +117,20 @@ def _build_renderer(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -
         raise ConfigRefused(f"The model {config.id!r} cannot have the renderer {config.renderer!r}: {exc}") from exc
 
 
-def _end_token_ids(tokenizer: "PreTrainedTokenizerBase", source: str) -> frozenset[int]:
+def _end_token_ids(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, source: str) -> frozenset[int]:
     """The tokenizer's end token, and those that the model's generation settings add."""
-    told = _read_json(source, "generation_config.json").get("eos_token_id")
+    told = _read_json(source, "generation_config.json", config.revision).get("eos_token_id")
     ids = told if isinstance(told, list) else [told]
     return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
 
 
-def _read_json(source: str, name: str) -> Mapping[str, Any]:
+def _read_json(source: str, name: str, revision: str | None) -> Mapping[str, Any]:
     """A file of the model's folder or hub repository; empty if it has none."""
     from transformers.utils import cached_file
 
     if source.endswith(".gguf"):
         return {}
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     if found is None:
         return {}
     parsed = json.loads(Path(found).read_text(encoding="utf-8"))

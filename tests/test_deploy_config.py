@@ -71,6 +71,42 @@ def test_a_model_of_the_catalogue_must_have_an_application(load, raw):
     assert "is to run in the application 'smollm2-135m', which is not one of this file." in sentence
 
 
+@pytest.mark.parametrize(
+    ("served", "args", "sentences"),
+    [
+        ({"source": "/a"}, {"source": "/b"}, ["the source of {id} must be that {app}, '/b', got '/a'."]),
+        ({"source": "./a"}, {"source": str(ROOT / "a")}, []),
+        ({}, {"revision": "v1"}, ["the revision of {id} must be that {app}, 'v1', got None."]),
+        ({"revision": "v1"}, {"revision": "v1"}, []),
+        ({}, {"context_length": 4096}, ["{id} needs a context_length of at most 4096, which is that {app}."]),
+        (
+            {"context_length": 8192, "variants": {"peft:4096": 4096, "peft:4097": 4097}},
+            {"context_length": 4096},
+            [
+                "the context_length of {id} must be at most that {app}, 4096, got 8192.",
+                "the context_length of {id:peft:4097} must be at most that {app}, 4096, got 4097.",
+            ],
+        ),
+        ({"context_length": 4096}, {"context_length": 4096}, []),
+        ({"context_length": 4096}, {"context_length": 8192}, []),
+        ({"source": "/a"}, {"source": "/b", "engine": "fake"}, []),
+    ],
+)
+def test_what_the_catalogue_says_must_be_what_the_models_application_keeps(load, raw, served, args, sentences):
+    raw["applications"][0]["deployments"][0]["user_config"]["models"][0].update(served)
+    raw["applications"][1]["args"].update(args)
+    model, app = "HuggingFaceTB/SmolLM2-135M-Instruct", "of its application 'smollm2-135m'"
+    said = [
+        "models: "
+        + text.replace("{id}", repr(model)).replace("{id:peft:4097}", repr(f"{model}:peft:4097")).replace("{app}", app)
+        for text in sentences
+    ]
+    if said:
+        assert refusal(load, raw) == said
+    else:
+        load(raw)
+
+
 def test_an_api_without_a_catalogue_is_refused(load, raw):
     del raw["applications"][0]["deployments"]
     assert refusal(load, raw) == [

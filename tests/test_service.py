@@ -218,6 +218,16 @@ def test_a_context_length_that_nobody_tells_is_refused(tmp_path: Path) -> None:
     assert load_model(model(tmp_path, context_length=50)).context_length == 50
 
 
+def test_a_context_longer_than_the_model_was_made_for_is_refused(tmp_path: Path) -> None:
+    save_model_folder(tmp_path, context_length=777)
+    most = f"must be at most 777, the max_position_embeddings of {str(tmp_path)!r}, got"
+    assert refusal(model(tmp_path, context_length=778)) == f"The context_length of 'm' {most} 778."
+    variants = {"peft:777": 777, "peft:9999": 9999}
+    assert refusal(model(tmp_path, variants=variants)) == f"The context_length of 'm:peft:9999' {most} 9999."
+    found = load_model(model(tmp_path, context_length=777, variants={"peft:777": 777}))
+    assert found.context_lengths == (777, 777)
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert refusal(model(tmp_path)) == f"The tokenizer of the model 'm' cannot be loaded from {str(tmp_path)!r}."
     shutil.rmtree(tmp_path)

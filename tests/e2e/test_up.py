@@ -246,15 +246,15 @@ def test_when_serve_dies_early_it_says_so_and_leaves_nothing(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_is_named_with_the_reason(config, tmp_path):
+def test_a_model_that_cannot_be_loaded_is_named_with_the_reason(config, model_folder, tmp_path):
     api, model = config["applications"]
-    args = {"id": MODEL, "source": str(tmp_path / "nothing"), "cpus_per_replica": 0.1}
+    args = {"id": MODEL, "source": model_folder, "cpus_per_replica": 0.1}  # it has no weights
     broken = {**config, "applications": [api, {**model, "args": args}]}
     with Up(write(broken, tmp_path), "--port", str(free_port())) as up:
         status, printed = up.end(signal.SIGCONT)
     assert status == 1
     assert "The application 'smollm2-135m' failed to deploy: " in printed
-    assert "nothing" in printed
+    assert "no file named model.safetensors" in printed
     assert up.left_over() == []
 
 
