@@ -113,10 +113,25 @@ class Scheduler:
         budget = _Budget(self._prefill_beside_decoding() if plan.decode else self._max_step_tokens)
         for sequence in self.running:
             if sequence.num_pending > 1:
-                _add(plan.prefill, sequence, budget)
+                self._add(plan.prefill, sequence, budget)
         while budget.tokens and (admitted := self._admit_next()):
-            _add(plan.decode if admitted.num_pending == 1 else plan.prefill, admitted, budget)
+            self._add(plan.decode if admitted.num_pending == 1 else plan.prefill, admitted, budget)
+        _use_up(plan.prefill, budget)
         return plan
+
+    def _add(self, chunks: list[Chunk], sequence: Sequence, budget: _Budget) -> None:
+        """Plan as many pending tokens as the budget has; of a prompt that needs more than a step anyway half as many,
+        so that those behind it get their first token before it has got its own.
+        """
+        length = min(budget.tokens, sequence.num_pending)
+        if sequence.num_pending > self._max_step_tokens:
+            length = min(length, -(-budget.tokens // 2))
+        if sequence.scores_prompt:
+            length = min(length, budget.scored_tokens)
+            budget.scored_tokens -= length
+        budget.tokens -= length
+        if length:
+            chunks.append(Chunk(sequence, sequence.num_computed, length))
 
     def _prefill_beside_decoding(self) -> int:
         most = self._max_step_tokens_decoding
@@ -237,12 +252,10 @@ class Scheduler:
             sequence.slot = NO_SLOT
 
 
-def _add(chunks: list[Chunk], sequence: Sequence, budget: _Budget) -> None:
-    """Plan as many pending tokens as the budget has."""
-    length = min(budget.tokens, sequence.num_pending)
-    if sequence.scores_prompt:
-        length = min(length, budget.scored_tokens)
-        budget.scored_tokens -= length
-    budget.tokens -= length
-    if length:
-        chunks.append(Chunk(sequence, sequence.num_computed, length))
+def _use_up(chunks: list[Chunk], budget: _Budget) -> None:
+    """Give what nobody took to the prompts that go on, oldest first."""
+    for index, chunk in enumerate(chunks):
+        more = min(budget.tokens, len(chunk.sequence.token_ids) - chunk.end)
+        if more and not chunk.sequence.scores_prompt:
+            budget.tokens -= more
+            chunks[index] = Chunk(chunk.sequence, chunk.start, chunk.length + more)

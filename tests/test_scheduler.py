@@ -143,9 +143,21 @@ def test_the_loop_may_shrink_the_prefill_beside_decoding_but_not_grow_it() -> No
     assert lengths == [16, 32, 32]
 
 
+def test_a_very_long_prompt_leaves_half_of_each_step_to_those_behind_it() -> None:
+    work = drive(max_step_tokens=64, max_step_tokens_decoding=32)
+    long = sequence_of(range(400), 4)
+    work.add(long)
+    assert [chunk.length for chunk in work.step().prefill] == [64]  # nobody is behind it
+    work.add(*(sequence_of(range(1000 * i, 1000 * i + 30), 4) for i in (1, 2)))
+    assert [chunk.length for chunk in work.step().prefill] == [32, 30, 2]
+    assert [chunk.length for chunk in work.step().prefill] == [16, 16]  # beside the first one, who decodes
+    work.run()
+    assert long.num_output == 4
+
+
 def test_the_whole_budget_is_used_while_nobody_decodes() -> None:
     work = drive(max_step_tokens=64, max_step_tokens_decoding=16)
-    work.add(sequence_of(range(200)), sequence_of(range(500, 540)))
+    work.add(sequence_of(range(200)), sequence_of(range(500, 600)))
     assert [sum(chunk.length for chunk in work.step().prefill) for _ in range(3)] == [64, 64, 64]
 
 
