@@ -39,6 +39,7 @@ async def open_chat(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIte
         end_token_ids=target.end_token_ids,
         separate_reasoning=request.separate_reasoning,
     )
+    exchange.charge_prompt(len(prompt.token_ids))
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
     async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
         chunks, check = ChatChunks(head, target.model.table), ToolCheck(request.tool_rules)

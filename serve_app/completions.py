@@ -40,6 +40,7 @@ async def open_completion(edge: Edge, exchange: Exchange, raw: JsonObject) -> As
     )
     reply = Reply(reader, PlainParser(), num_prompt_tokens=len(prompt.token_ids), end_token_ids=target.end_token_ids)
     chunks = TextChunks(head, target.model.table)
+    exchange.charge_prompt(len(prompt.token_ids))
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
     async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
         preface = prompt.echo if request.echo else None

@@ -10,6 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.auth import Caller
 from serve_app.errors import HttpError
+from serve_app.limits import Lease
 from serve_app.schema.sampling import MAX_IGNORED_FIELDS
 from serve_app.usage import RequestRecord
 
@@ -30,6 +31,7 @@ class Exchange:
     record: RequestRecord
     started_at: float
     authenticated: Caller | None = None
+    lease: Lease | None = None
     body_bytes: int = 0
     ignored_fields: tuple[str, ...] = ()
     response_started: bool = False
@@ -48,6 +50,18 @@ class Exchange:
         """Whose key it is; only where a key is needed."""
         assert self.authenticated is not None
         return self.authenticated
+
+    def charge_prompt(self, num_tokens: int) -> None:
+        """Count the prompt before the engine gets it: who hangs up before the first token has used it all the same."""
+        assert self.lease is not None
+        self.record.prompt_tokens = num_tokens
+        self.lease.charge(num_tokens)
+
+    def give_prompt_back(self) -> None:
+        """Nothing was run."""
+        assert self.lease is not None
+        self.lease.charge(-self.record.prompt_tokens)
+        self.record.prompt_tokens = 0
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name; of several the first."""

@@ -13,16 +13,26 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engines.errors import AdapterChanged, EngineStopped
+from engines.errors import AdapterChanged, AdapterError, EngineStopped, QueueFull, RequestRefused
 from serve_app.answer import Answer, Edge
 from serve_app.body import JsonObject, read_json
 from serve_app.chat import open_chat
 from serve_app.client_watch import ClientWatch
 from serve_app.completions import open_completion
 from serve_app.config import LimitsConfig
-from serve_app.errors import ClientTooSlow, MethodNotAllowed, NotFound, NotReady, TotalTimeout
+from serve_app.errors import (
+    ClientTooSlow,
+    InvalidRequest,
+    MethodNotAllowed,
+    ModelNotFound,
+    NoReplica,
+    NotFound,
+    NotReady,
+    TotalTimeout,
+)
 from serve_app.exchange import Exchange
 from serve_app.middleware import layers
+from serve_app.model_id import parse
 from serve_app.model_listing import describe, list_models
 from serve_app.openapi import DESCRIBE_US, describe_api
 from serve_app.service import Service
@@ -31,6 +41,8 @@ from serve_app.sse import send_answer
 logger = logging.getLogger(__name__)
 
 PREFIXES = ("/v1", "/services/tinker-prod/oai/api/v1")
+
+_NOTHING_WAS_RUN = (RequestRefused, QueueFull, AdapterError, EngineStopped, NoReplica)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 OpenAnswer = Callable[[Edge, Exchange, JsonObject], AbstractAsyncContextManager[Answer]]
@@ -98,12 +110,20 @@ class Handlers:
         await exchange.send_json(200, listing)
 
     async def model(self, exchange: Exchange) -> None:
-        requested: str = exchange.scope["path_params"]["id"]
-        await exchange.send_json(200, await describe(self._service.settings.catalog, requested, exchange.caller))
+        await self._describe(exchange, exchange.scope["path_params"]["id"])
 
     async def endpoints(self, exchange: Exchange) -> None:
         slug: str = exchange.scope["path_params"]["slug"]
-        raise NotFound(f"There is no marketplace slug {slug!r}.")
+        requested = f"{slug}/endpoints"  # a model may be called so, slashes and all
+        try:
+            await self._describe(exchange, requested)
+        except (InvalidRequest, ModelNotFound) as exc:
+            if isinstance(exc, ModelNotFound) and parse(requested).checkpoint is not None:
+                raise
+            raise NotFound(f"There is no marketplace slug {slug!r}.") from exc
+
+    async def _describe(self, exchange: Exchange, requested: str) -> None:
+        await exchange.send_json(200, await describe(self._service.settings.catalog, requested, exchange.caller))
 
     async def chat(self, exchange: Exchange) -> None:
         await self._generate(exchange, open_chat)
@@ -115,21 +135,22 @@ class Handlers:
         service, settings = self._service, self._service.settings
         edge = self._edge()
         with service.limiter.admit(exchange.caller) as lease:
+            exchange.lease = lease
             raw = await read_json(exchange, settings.limits, service.workers)
             async with ClientWatch(exchange), _time_limit(exchange, settings.limits), AsyncExitStack() as stack:
                 try:
-                    answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
+                    answer = await stack.enter_async_context(_opened(open_answer, edge, exchange, raw))
                 except (AdapterChanged, EngineStopped):
                     # The checkpoint was replaced just now, or the replica began to drain: nothing was run, and another
                     # look finds the new content, another replica; by the configuration of now, since the one that the
                     # request began with may be gone, its store of checkpoints closed.
-                    answer = await stack.enter_async_context(open_answer(self._edge(), exchange, raw))
+                    answer = await stack.enter_async_context(_opened(open_answer, self._edge(), exchange, raw))
                 exchange.record.first_token_s = exchange.elapsed_s()
                 try:
                     await self._send(exchange, answer)
                 finally:
                     exchange.record.count(answer.reply)
-                    lease.charge(answer.reply.usage.total_tokens)
+                    lease.charge(answer.reply.usage.completion_tokens)
 
     def _edge(self) -> Edge:
         service, settings = self._service, self._service.settings
@@ -165,6 +186,18 @@ async def _no_route(request: Request, exc: Exception) -> Response:
         exchange.extra_headers["allow"] = ", ".join(sorted(allowed.split(", ")))
         raise MethodNotAllowed(f"The path {path!r} does not take the method {method}.") from exc
     raise NotFound(f"There is no path {path!r}.") from exc
+
+
+@asynccontextmanager
+async def _opened(open_answer: OpenAnswer, edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIterator[Answer]:
+    """The same, and what is refused before anything was run costs no tokens."""
+    async with AsyncExitStack() as stack:
+        try:
+            answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
+        except _NOTHING_WAS_RUN:
+            exchange.give_prompt_back()
+            raise
+        yield answer
 
 
 @asynccontextmanager

@@ -42,7 +42,7 @@ class Lease:
         self._tokens = tokens
 
     def charge(self, num_tokens: int) -> None:
-        """Account for prompt and completion tokens; may be called several times."""
+        """Account for prompt and completion tokens; may be called several times. Below zero: they are given back."""
         if self._tokens is not None:
             self._tokens.level -= num_tokens
 

@@ -4,6 +4,7 @@
 
 import asyncio
 import hashlib
+import json
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 from harness import BASE, CONTEXT, KEY, RunningEdge, config_for, running_edge
-from wire import error
+from wire import error, post_head
 
+from engines.errors import AdapterUnavailable, EngineStopped, QueueFull, RequestRefused
 from engines.fake import FakeConfig
+from serve_app.usage import Outcome
 
 pytest_plugins = ("edge_fixtures",)
 
@@ -73,6 +76,42 @@ def test_prompt_and_completion_tokens_of_streams_count(edge, limited):
     assert response.json() == error(message, "rate_limit_error", code="rate_limit_exceeded")
 
 
+def test_a_prompt_counts_once_it_is_sent_to_the_engine_even_if_its_caller_leaves_before_the_first_token(edge, limited):
+    limited(tokens_per_minute=50)
+    body = json.dumps({"model": BASE, "prompt": [5] * 60, "stream": True}).encode()
+    head = post_head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}")
+    edge.run(paused(edge))
+    with edge.raw() as connection:
+        connection.sendall(head + body)
+        edge.run(until(lambda: edge.engine.stats().waiting == 1))
+        message = "This key may use 50 tokens per minute; they are used up."
+        assert edge.complete().json() == error(message, "rate_limit_error", code="rate_limit_exceeded")
+    edge.run(until(lambda: len(edge.recorder.ended) == 2))
+    edge.run(resumed(edge))
+    found = edge.recorder.ended[-1]
+    assert (found.outcome, found.prompt_tokens, found.completion_tokens) == (Outcome.LEFT, 60, 0)
+
+
+@pytest.mark.parametrize("refusal", [QueueFull(5), RequestRefused("prompt", "no"), AdapterUnavailable("x")])
+def test_what_the_engine_did_not_run_costs_no_tokens(edge, limited, refusal):
+    limited(tokens_per_minute=50)
+    edge.script.reply = lambda request: [refusal]
+    assert edge.complete([5] * 60).json()["error"]["code"] != "rate_limit_exceeded"
+    edge.wait_until_idle()
+    assert edge.recorder.ended[-1].prompt_tokens == 0
+    edge.script.says("a")
+    assert edge.complete().status_code == 200
+
+
+def test_a_request_that_is_handed_to_another_replica_is_charged_once(edge, limited):
+    limited(tokens_per_minute=100)
+    replies: Any = iter([[EngineStopped("draining")], edge.script.encode("a")])
+    edge.script.reply = lambda request: next(replies)
+    assert edge.complete([5] * 60).status_code == 200
+    edge.script.says("a")
+    assert edge.complete().status_code == 200
+
+
 def test_limits_change_without_a_restart_and_what_was_used_stays_used(edge, limited):
     limited(requests_per_minute=1)
     assert [edge.complete(max_tokens=1).status_code for _ in range(2)] == [200, 429]
@@ -109,6 +148,10 @@ def test_a_full_queue_of_the_model_is_429_and_those_in_it_are_served(model_folde
 
 async def resumed(edge: RunningEdge) -> None:
     edge.engine.resume()
+
+
+async def paused(edge: RunningEdge) -> None:
+    edge.engine.pause()
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -306,6 +306,20 @@ def test_there_are_no_marketplace_slugs(edge: RunningEdge) -> None:
     assert (response.status_code, response.json()) == (404, error(message, code="not_found"))
 
 
+@pytest.mark.parametrize(
+    "path", ["tinker://r/sampler_weights/endpoints", "tinker%3A%2F%2Fr%2Fsampler_weights%2Fendpoints"]
+)
+def test_a_checkpoint_that_is_called_endpoints_can_be_looked_up(edge: RunningEdge, path: str) -> None:
+    name = "tinker://r/sampler_weights/endpoints"
+    with edge.http() as client:
+        missing = client.get(f"/models/{path}")
+        edge.checkpoints.held[name] = StoredCheckpoint("d")
+        found = client.get(f"/models/{path}")
+    message = f"The model {name!r} does not exist, or this key may not use it."
+    assert (missing.status_code, missing.json()) == (404, error(message, param="model", code="model_not_found"))
+    assert (found.status_code, found.json()["id"]) == (200, name)
+
+
 def test_headers_that_ray_serve_obeys_have_no_effect(edge: RunningEdge) -> None:
     headers = {
         "x-request-timeout-seconds": "0.000001",
