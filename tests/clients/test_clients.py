@@ -25,7 +25,7 @@ from client_service import (
 )
 from docstrings import Docstring, docstrings
 from harness import KEY, PLAIN
-from lm_eval_run import Reference, differences, evaluate
+from lm_eval_run import Evaluation, Reference, differences, evaluate
 from scripted_model import MODEL, scripted_service
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
@@ -84,30 +84,38 @@ def test_openai_nodes_suite_passes(service: ClientService) -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("model", "adapter"), [(BASE_FLOAT32, None), (QUILL_FLOAT32, CHECKPOINTS / "quill")], ids=["base", "adapter"]
-)
+@pytest.fixture(scope="module", params=[None, CHECKPOINTS / "quill"], ids=["base", "adapter"])
+def adapter(request: pytest.FixtureRequest) -> Path | None:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def exact(adapter: Path | None, texts: list[Docstring]) -> Evaluation:
+    """What transformers and PEFT compute in float32."""
+    return Reference(torch.float32, adapter).evaluate(texts, few=FEW)
+
+
 def test_lm_eval_gets_what_transformers_compute(
-    venv: Path, service: ClientService, tmp_path: Path, texts: list[Docstring], model: str, adapter: Path | None
+    venv: Path, service: ClientService, tmp_path: Path, texts: list[Docstring], adapter: Path | None, exact: Evaluation
 ) -> None:
+    model = QUILL_FLOAT32 if adapter else BASE_FLOAT32
     got = evaluate(venv / "lm_eval", service, tmp_path, model, texts=texts, few=FEW)
-    expected = Reference(torch.float32, adapter).evaluate(texts, few=FEW)
-    nats = differences(got.continuations + got.whole, expected.continuations + expected.whole)
+    nats = differences(got.continuations + got.whole, exact.continuations + exact.whole)
     print(f"{model}: {len(nats)} log-likelihoods differ by at most {max(nats):.1e} nats")
     assert max(nats) <= 1e-3
-    assert got.are_greedy == expected.are_greedy
-    assert set(expected.are_greedy) == {False, True}
-    assert got.generations == expected.generations
+    assert got.are_greedy == exact.are_greedy
+    assert set(exact.are_greedy) == {False, True}
+    assert got.generations == exact.generations
 
 
-@pytest.mark.parametrize(("model", "adapter"), [(BASE, None), (QUILL, CHECKPOINTS / "quill")], ids=["base", "adapter"])
 def test_in_bfloat16_lm_eval_is_as_close_to_float32_as_transformers_are(
-    venv: Path, service: ClientService, tmp_path: Path, texts: list[Docstring], model: str, adapter: Path | None
+    venv: Path, service: ClientService, tmp_path: Path, texts: list[Docstring], adapter: Path | None, exact: Evaluation
 ) -> None:
-    exact = Reference(torch.float32, adapter).evaluate(texts, few=1).continuations
-    theirs = differences(Reference(torch.bfloat16, adapter).evaluate(texts, few=1).continuations, exact)
+    model = QUILL if adapter else BASE
     got = evaluate(venv / "lm_eval", service, tmp_path, model, texts=texts, few=1)
-    ours = differences(got.continuations, exact)
+    ours = differences(got.continuations, exact.continuations)
+    bfloat16 = Reference(torch.bfloat16, adapter).evaluate(texts, few=1)
+    theirs = differences(bfloat16.continuations, exact.continuations)
     for name, nats in (("lm-eval", ours), ("transformers", theirs)):
         print(f"{model}, {name}: at most {max(nats):.2f} nats from float32, on average {fmean(nats):.3f}")
     assert max(ours) <= 1.5 * max(theirs)
