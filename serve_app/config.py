@@ -1,4 +1,5 @@
-"""What the ingress serves, as frozen values; the only reader of the environment.
+"""What the ingress serves, as frozen values. Of the environment it reads the keys that are named here; besides, only
+`paths.py` reads it (`ROUNDHOUSE_ROOT`), and `launch.py` hands it on.
 
 `ServiceConfig` is the `user_config` of the ingress deployment in config.yaml. It can be replaced while the service
 runs. Unknown keys and bad values are refused with one sentence that names the path of the key and the value. Sizes are
@@ -28,7 +29,8 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
         - name: ci                           # shown in logs and metrics; required, unique
           sha256: 5e88…                      # exactly one of the three: the key's SHA-256 in hex,
           env: CI_API_KEY                    # an environment variable of the ingress that holds the key,
-          file: /run/secrets/ci              # or a file that holds it
+          file: /run/secrets/ci              # or a file that holds it; both are read when a user_config is taken over,
+                                             # which Serve does for one that changed, and at the start
           models: null                       # base ids that it may use, checkpoints on them included; null: all
           owner: alice                       # whose private checkpoints it may use; default none
           expires_at: 2031-01-01T00:00:00Z   # default never
