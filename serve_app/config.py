@@ -23,7 +23,9 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
           owned_by: roundhouse               # shown by GET /models
       checkpoints:
         roots: [/checkpoints, "s3://b/runs"] # where tinker:// paths are looked up, in order; default none
-        cache_directory: null                # local copies of remote checkpoints; null: a folder under the user's cache
+        cache_directory: null                # copies of remote checkpoints and of those in tar files, which the models
+                                             # read too: shared, with models on another machine than the ingress; null:
+                                             # a folder under the user's cache
         cache_bytes: 53687091200             # bound of that folder
       keys:                                  # who may call; default nobody
         - name: ci                           # shown in logs and metrics; required, unique
