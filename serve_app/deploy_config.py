@@ -94,7 +94,7 @@ class DeployConfig:
         chosen = {name: str(free_port()) for name in _HAPROXY_PORTS if name not in variables}
         for name in _HAPROXY_PORTS:
             if name in variables:
-                require_free("0.0.0.0", int(variables[name]), f"change {name} in controller_options")
+                require_free("0.0.0.0", _port(name, variables[name]), f"change {name} in controller_options")
         options = {**self.raw["controller_options"]}
         options["runtime_env"] = {**options["runtime_env"], "env_vars": {**variables, **chosen}}
         return replace(self, raw={**self.raw, "controller_options": options})
@@ -109,9 +109,7 @@ def load_deploy_config(path: Path) -> DeployConfig:
     problems += [problem for service in services for problem in _unserved(service, apps)]
     if problems:
         raise ConfigRefused("\n".join(problems))
-    options = raw.get("http_options") or {}
-    host, port = options.get("host", DEFAULT_HOST), options.get("port", DEFAULT_PORT)
-    return DeployConfig(raw, apps, services[0] if services else None, host, port)
+    return DeployConfig(raw, apps, services[0] if services else None, *_address(raw))
 
 
 def is_free(host: str, port: int) -> bool:
@@ -215,6 +213,24 @@ def _user_config(application: Yaml) -> object:
         if isinstance(deployment, dict) and deployment.get("name") == INGRESS:
             return deployment.get("user_config")
     raise ConfigRefused(f"deployments must have one named {INGRESS!r} with a user_config.")
+
+
+def _address(raw: Yaml) -> tuple[str, int]:
+    """Serve takes a port that is a string, and we are to compare it. Raises `ConfigRefused`."""
+    options = raw.get("http_options") or {}
+    if not isinstance(options, dict):
+        raise ConfigRefused("http_options must be an object.")
+    host, port = options.get("host", DEFAULT_HOST), options.get("port", DEFAULT_PORT)
+    if not isinstance(host, str):
+        raise ConfigRefused(f"http_options.host must be a string, got {host!r}.")
+    return host, _port("http_options.port", port)
+
+
+def _port(name: str, value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError as exc:
+        raise ConfigRefused(f"{name} must be an integer, got {value!r}.") from exc
 
 
 def _environment(runtime_env: Yaml | None) -> dict[str, str]:

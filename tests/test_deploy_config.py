@@ -170,6 +170,24 @@ def test_without_haproxy_no_port_is_needed(load, raw):
     assert config.with_own_ports() == config
 
 
+def test_a_port_may_be_written_as_a_string_and_nothing_else_is_taken_for_one(load, raw):
+    raw["http_options"]["port"] = "8123"
+    assert load(raw).port == 8123
+    for value in (None, "many", 80.5, True):
+        raw["http_options"]["port"] = value
+        assert refusal(load, raw) == [f"http_options.port must be an integer, got {value!r}."]
+
+
+def test_a_host_or_haproxy_port_of_the_wrong_type_is_refused(load, raw):
+    raw["controller_options"]["runtime_env"]["env_vars"][STATS_PORT] = "many"
+    with pytest.raises(ConfigRefused, match=f"^{STATS_PORT} must be an integer, got 'many'"):
+        load(raw).with_own_ports()
+    raw["http_options"]["host"] = 7
+    assert refusal(load, raw) == ["http_options.host must be a string, got 7."]
+    raw["http_options"] = ["x"]
+    assert refusal(load, raw) == ["http_options must be an object."]
+
+
 @pytest.mark.parametrize(
     ("host", "port", "sentence"),
     [
