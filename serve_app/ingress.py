@@ -40,7 +40,8 @@ class Ingress:
         self._watch.start()
         timeout_s = self._args.no_replica_timeout_s
         self._replicas = RayReplicas(self._watch, self._listener, no_replica_timeout_s=timeout_s)
-        self._service = Service(self._replicas, _open_store, recorder=IngressMetrics())
+        self._metrics = IngressMetrics()
+        self._service = Service(self._replicas, self._open_store, recorder=self._metrics)
         return build_http_app(self._service)
 
     async def reconfigure(self, user_config: object) -> None:
@@ -64,12 +65,13 @@ class Ingress:
             await self._listener.close()
         self._service.close()
 
-
-def _open_store(config: CheckpointsConfig) -> CheckpointStore:
-    """Raises `ConfigRefused`."""
-    cache = config.cache_directory
-    return CheckpointStore(
-        [resolve_path(root) for root in config.roots],
-        cache_directory=None if cache is None else resolve_path(cache),
-        cache_bytes=config.cache_bytes,
-    )
+    def _open_store(self, config: CheckpointsConfig) -> CheckpointStore:
+        """Raises `ConfigRefused`."""
+        cache = config.cache_directory
+        store = CheckpointStore(
+            [resolve_path(root) for root in config.roots],
+            cache_directory=None if cache is None else resolve_path(cache),
+            cache_bytes=config.cache_bytes,
+        )
+        self._metrics.store.watch(lambda: store.counters)
+        return store

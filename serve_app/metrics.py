@@ -4,8 +4,8 @@ application, deployment and replica they come from.
 One update costs 6 to 7 µs, so the ingress counts per request and a replica once a second, never per token.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ray.serve import metrics
@@ -13,6 +13,7 @@ from ray.serve import metrics
 from engines.protocol import EngineStats
 
 if TYPE_CHECKING:  # replicas count too, and have no use for the catalogue and renderers behind a record
+    from serve_app.checkpoints import StoreCounters
     from serve_app.usage import RequestRecord
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0]
@@ -60,6 +61,40 @@ class AdapterLabels:
         self._uses = {digest: uses // 2 for digest, uses in self._uses.items() if uses > 1}
 
 
+@dataclass(slots=True)
+class Growth:
+    """By how much totals have grown since they were looked at last."""
+
+    _seen: dict[str, float] = field(default_factory=dict)
+
+    def of(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Those that grew."""
+        before, self._seen = self._seen, dict(totals)
+        return {name: total - before.get(name, 0) for name, total in totals.items() if total > before.get(name, 0)}
+
+
+class StoreMetrics:
+    """The checkpoint store of an ingress, and those that take its place when the configuration changes."""
+
+    def __init__(self) -> None:
+        self._counters = {
+            name: metrics.Counter(f"roundhouse_checkpoint_{name}", description)
+            for name, description in STORE_COUNTERS.items()
+        }
+        self._store: tuple[Callable[[], StoreCounters], Growth] | None = None
+
+    def watch(self, count: "Callable[[], StoreCounters]") -> None:
+        """From now on it is this one that counts. From any thread."""
+        self._store = count, Growth()
+
+    def record(self) -> None:
+        """Export what was counted since the last time."""
+        if self._store is not None:
+            count, growth = self._store
+            for name, more in growth.of(asdict(count())).items():
+                self._counters[name].inc(more)
+
+
 class IngressMetrics:
     """Requests as callers see them: the `usage.Recorder` of the ingress."""
 
@@ -95,6 +130,7 @@ class IngressMetrics:
         )
         self._labels = AdapterLabels()
         self._num_running = 0
+        self.store = StoreMetrics()
 
     def request_started(self, record: "RequestRecord") -> None:
         del record
@@ -107,6 +143,7 @@ class IngressMetrics:
         outcome = {"endpoint": _endpoint(record.path), "status": str(record.status), "outcome": record.outcome.value}
         of_request = {"model": record.model, "key": record.key_name}
         self._requests.inc(1, of_request | outcome)
+        self.store.record()
         if not record.model:
             return
         of_model = {"model": record.model}
@@ -125,6 +162,13 @@ class IngressMetrics:
     def config_checked(self, error: str | None) -> None:
         self._config_error.set(0 if error is None else 1)
 
+
+STORE_COUNTERS: Mapping[str, str] = {
+    "reads": "Checkpoints of local roots that were read and hashed.",
+    "fetches": "Checkpoints of remote roots that were downloaded.",
+    "evictions": "Checkpoints that were dropped from the disk cache to make room.",
+}
+"""What a checkpoint store counts (`checkpoints.StoreCounters`), and what it means."""
 
 ENGINE_COUNTERS: Mapping[str, str] = {
     "requests": "Requests submitted to the engine.",
@@ -156,7 +200,7 @@ class EngineMetrics:
             name: metrics.Counter(f"roundhouse_engine_{name}", description, ("model",))
             for name, description in ENGINE_COUNTERS.items()
         }
-        self._counted: dict[str, float] = {}
+        self._growth = Growth()
         self._gauges = {
             name: metrics.Gauge(f"roundhouse_engine_{name}", description, ("model",))
             for name, description in {
@@ -188,10 +232,9 @@ class EngineMetrics:
             "failed": int(stats.failed),
         }.items():
             self._gauges[name].set(value, self._tags)
-        for name in self._counters.keys() & stats.counters.keys():
-            total = stats.counters[name]
-            _add(self._counters[name], total - self._counted.get(name, 0), self._tags)
-            self._counted[name] = total
+        for name, more in self._growth.of(stats.counters).items():
+            if name in self._counters:
+                self._counters[name].inc(more, self._tags)
 
 
 def _endpoint(path: str) -> str:

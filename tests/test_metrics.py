@@ -1,9 +1,11 @@
 """What is counted, and under which labels."""
 
 import asyncio
+from dataclasses import fields
 
 from engines.fake import FakeEngine
-from serve_app.metrics import ENGINE_COUNTERS, OTHER, AdapterLabels
+from serve_app.checkpoints import StoreCounters
+from serve_app.metrics import ENGINE_COUNTERS, OTHER, STORE_COUNTERS, AdapterLabels, Growth
 
 
 def test_adapters_have_labels_of_their_own_up_to_a_bound():
@@ -42,6 +44,17 @@ def test_counting_adapters_takes_bounded_memory():
     for n in range(25_000):
         labels.use(f"digest-{n}")
     assert len(labels._uses) <= 10_000
+
+
+def test_totals_are_exported_by_what_they_grew():
+    growth = Growth()
+    assert growth.of({"reads": 0, "fetches": 2}) == {"fetches": 2}
+    assert growth.of({"reads": 3, "fetches": 2}) == {"reads": 3}
+    assert growth.of({"reads": 3, "fetches": 2}) == {}
+
+
+def test_everything_that_a_store_counts_is_declared():
+    assert [field.name for field in fields(StoreCounters)] == list(STORE_COUNTERS)
 
 
 def test_everything_that_the_fake_engine_counts_is_declared():

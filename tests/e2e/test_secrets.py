@@ -1,5 +1,6 @@
 """What a conversation says and the keys of callers: nowhere but in replies."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -29,6 +30,27 @@ def log_files() -> dict[str, str]:
 def ask(service: Service, key: str, path: str, **body: object) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
     return httpx.post(f"{service.url}{path}", json={"model": MODEL, **body}, headers=headers, timeout=30)
+
+
+@pytest.mark.slow
+def test_what_the_checkpoint_store_does_is_in_the_metrics(service, tmp_path):
+    config = copy.deepcopy(service.config)
+    for application in config["applications"]:
+        for deployment in application.get("deployments", ()):
+            deployment["user_config"]["checkpoints"] = {"roots": [str(tmp_path)]}
+    service.deploy(config)
+    folder = tmp_path / "run" / "sampler_weights" / "1"
+    folder.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"{}")  # it is complete for nobody, and was looked at
+
+    def read() -> bool:
+        reply = ask(service, KEY, "/v1/completions", model="tinker://run/sampler_weights/1", prompt="x")
+        if reply.json()["error"]["code"] != "checkpoint_incomplete":
+            return False  # the root is not yet in force
+        return re.search(r"roundhouse_checkpoint_reads_total\S* [1-9]", metrics()) is not None
+
+    eventually(read, 60)
 
 
 @pytest.mark.slow
