@@ -54,10 +54,6 @@ class Limiter:
         self._clock = clock
         self._uses: dict[str, _Use] = {}
 
-    def running(self, key_name: str) -> int:
-        use = self._uses.get(key_name)
-        return 0 if use is None else use.running
-
     @contextmanager
     def admit(self, caller: Caller) -> Iterator[Lease]:
         """Count a request for as long as the context lasts. Raises `LimitReached`; then nothing was counted."""

@@ -4,7 +4,6 @@ import asyncio
 import importlib
 import itertools
 import logging
-import os
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
@@ -75,23 +74,16 @@ class Replica:
         return {"is_ready": self._is_ready(stats), "adapters": list(stats.adapters)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For autoscaling policies of one's own."""
+        """For autoscaling policies of one's own. `streams`: requests whose tokens are on their way to an ingress."""
         stats = self._engine.stats()
         used = stats.blocks_total - stats.blocks_free
         return {
             "running": stats.running,
             "waiting": stats.waiting,
+            "streams": self._links.open_streams + self._local.open_streams,
             "kv_used_fraction": used / stats.blocks_total if stats.blocks_total else 0.0,
             "adapters_pinned": stats.adapter_slots_pinned,
         }
-
-    def open_requests(self) -> dict[str, int]:
-        """What this replica works on, by the way that the tokens take. Nothing may be left of requests that ended."""
-        return {"channel": self._links.open_streams, "serve": self._local.open_streams}
-
-    def process_id(self) -> int:
-        """Of the process that a debugger or profiler attaches to."""
-        return os.getpid()
 
     def reconfigure(self, user_config: Mapping[str, object]) -> None:
         """Take over other health limits while running. Never raises: Serve would take all replicas down."""

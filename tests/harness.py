@@ -98,13 +98,16 @@ class ListRecorder:
 
     ended: list[RequestRecord] = field(default_factory=list)
     started: int = 0
+    running: int = 0
     config_errors: list[str | None] = field(default_factory=list)
 
     def request_started(self, record: RequestRecord) -> None:
         self.started += 1
+        self.running += 1
 
     def request_ended(self, record: RequestRecord) -> None:
         self.ended.append(record)
+        self.running -= 1
 
     def config_checked(self, error: str | None) -> None:
         self.config_errors.append(error)
@@ -228,8 +231,7 @@ class RunningEdge:
 
     def _is_idle(self) -> bool:
         stats = self.engine.stats()
-        running = sum(self.service.limiter.running(key["name"]) for key in self.config["keys"])
-        return not (stats.running or stats.waiting or self.replicas.open_streams or running)
+        return not (stats.running or stats.waiting or self.replicas.open_streams or self.recorder.running)
 
 
 def config_for(folders: dict[str, str]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_two_requests_with_one_id_do_not_meet():
         for stream in streams:
             assert len((await stream.receive()).token_ids) == 5
             stream.close()
-        assert made.open_requests() == {"channel": 0, "serve": 0}
+        assert made.record_autoscaling_stats()["streams"] == 0
         await listener.close()
 
     run(test)
@@ -74,7 +74,7 @@ def test_the_same_tokens_come_as_a_serve_stream():
     async def test(made: Replica) -> None:
         deltas = [delta async for delta in made.generate(request())]
         assert sum(len(delta.token_ids) for delta in deltas) == 5
-        assert made.open_requests() == {"channel": 0, "serve": 0}
+        assert made.record_autoscaling_stats()["streams"] == 0
 
     run(test)
 
@@ -83,9 +83,9 @@ def test_closing_a_serve_stream_ends_its_generation():
     async def test(made: Replica) -> None:
         deltas = made.generate(request(30_000))
         await anext(deltas)
-        assert made.open_requests()["serve"] == 1
+        assert made.record_autoscaling_stats()["streams"] == 1
         await deltas.aclose()
-        assert made.open_requests()["serve"] == 0
+        assert made.record_autoscaling_stats()["streams"] == 0
         assert made.record_autoscaling_stats()["running"] == 0
 
     run(test)

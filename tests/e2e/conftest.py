@@ -77,7 +77,7 @@ class Service:
         from ray.serve.exceptions import DeploymentUnavailableError
 
         try:
-            return all(engine["running"] == engine["waiting"] == 0 for engine in self.engines(app))
+            return all(engine["running"] == engine["waiting"] == engine["streams"] == 0 for engine in self.engines(app))
         except DeploymentUnavailableError:  # its replica is being replaced
             return False
 
