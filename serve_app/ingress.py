@@ -47,8 +47,10 @@ class Ingress:
     async def reconfigure(self, user_config: object) -> None:
         """Never raises: Serve would take the ingress down, also one that has a good configuration."""
         await self._service.reconfigure(user_config)
+        apps = {model.config.app for model in self._service.settings.catalog.models.values()}
         # The first question starts what answers it, so that readiness is known before anybody asks.
-        await self._replicas.readiness({model.config.app for model in self._service.settings.catalog.models.values()})
+        await self._replicas.readiness(apps)
+        self._watch.keep_only(apps)
 
     def check_health(self) -> None:
         """Serve calls this once `reconfigure` has returned, before a replica counts as running, and every few seconds.
