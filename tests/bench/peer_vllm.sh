@@ -27,7 +27,7 @@ install() {
 
 options=()
 if [[ -n $store ]]; then
-  options=(--enable-lora --max-loras 8 --max-lora-rank 64 --lora-modules)
+  options=(--enable-lora --max-loras 8 --max-lora-rank 16 --lora-modules)
   for index in {0..7}; do
     options+=("a000$index=$store/bench/sampler_weights/a000$index")
   done
