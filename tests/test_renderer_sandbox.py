@@ -1,5 +1,6 @@
 """Templates of strangers: what a template may do, and what is stopped before it hurts."""
 
+import gc
 import re
 import time
 import tracemalloc
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from renderer_kit import ALL_TOKENIZERS, TEMPLATES, oracle_ids, qwen_tokenizer, user
 
 from renderers.base import PromptTooLong, RenderError, TemplateRefused
+from renderers.bounds import Budget
 from renderers.jinja import MAX_TEMPLATE_LEN, ChatTemplate
 from renderers.messages import Conversation
 
@@ -172,3 +174,13 @@ def test_a_template_that_hides_its_markers_is_refused_when_it_is_loaded():
 @pytest.mark.parametrize("make", ALL_TOKENIZERS)
 def test_an_empty_template_renders_nothing(make):
     assert ChatTemplate(make(), "").render(HELLO).token_ids == ()
+
+
+def test_garbage_collections_are_not_the_templates_time():
+    budget = Budget({})
+    heap = [[number] for number in range(500_000)]
+    started_s = time.thread_time()
+    while time.thread_time() - started_s < 0.7:  # more than a rendering may take
+        gc.collect()
+    budget.step()
+    assert len(heap) == 500_000
