@@ -34,7 +34,7 @@ KINDS = (None, "q-v", "all", "head", "embedding", "wide")
 BUILDS = {"native": None, "no-amx": ("-march=native", "-mno-amx-bf16"), "baseline": ()}
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(scope="module", params=["native", pytest.param("no-amx", marks=pytest.mark.slow), "baseline"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A cache folder whose library was built for fewer instructions than the machine has."""
     folder = tmp_path_factory.mktemp(f"kernels-{request.param}")

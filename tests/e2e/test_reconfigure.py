@@ -61,6 +61,7 @@ def test_requests_under_way_finish_when_their_model_is_replaced(service):
     eventually(lambda: service.is_ready() and pids(service) not in ([], before))
 
 
+@pytest.mark.slow
 def test_an_error_in_the_arguments_of_a_model_is_one_readable_sentence_and_is_corrected_without_a_trace(service):
     from ray import serve
 

@@ -24,6 +24,7 @@ def test_a_model_sleeps_wakes_for_a_request_and_sleeps_again(service):
     eventually(lambda: running(service, "sleepy") == 0, 60)
 
 
+@pytest.mark.slow
 def test_a_second_replica_comes_with_the_load_and_shares_it(service):
     sdk = service.sdk(timeout=120)
     with ThreadPoolExecutor(24) as pool:
