@@ -251,6 +251,7 @@ def test_a_model_that_cannot_be_loaded_is_named_with_the_reason(config, model_fo
     args = {"id": MODEL, "source": model_folder, "cpus_per_replica": 0.1}  # it has no weights
     broken = {**config, "applications": [api, {**model, "args": args}]}
     with Up(write(broken, tmp_path), "--port", str(free_port())) as up:
+        up.read_until("failed to deploy: ")  # three times torch is loaded first
         status, printed = up.end(signal.SIGCONT)
     assert status == 1
     assert "The application 'smollm2-135m' failed to deploy: " in printed
