@@ -49,7 +49,11 @@ def end_descendants(grace_s: float) -> None:
     """Ask all of them to end, and kill those that are still there after `grace_s`. Returns when none is left."""
     deadline = time.monotonic() + grace_s
     asked: set[int] = set()
-    while alive := descendants():
+    # A process whose parent ends while the table is read is missed; the next look finds it, handed to this process.
+    looks_without_any = 0
+    while looks_without_any < 2:
+        alive = descendants()
+        looks_without_any = 0 if alive else looks_without_any + 1
         how = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
         for pid in alive:
             if how == signal.SIGKILL or pid not in asked:
