@@ -15,6 +15,10 @@ Plain classes with positional arguments, so that they survive pickling between p
 prompt or completion text.
 """
 
+from typing import TypeVar
+
+Remembered = TypeVar("Remembered", bound=Exception)
+
 
 class EngineError(Exception):
     """Base of all errors an engine raises or delivers."""
@@ -69,3 +73,10 @@ class ModelRefused(EngineError):
 
 class EngineStopped(EngineError):
     """The engine does not take or finish requests any more."""
+
+
+def afresh(error: Remembered) -> Remembered:
+    """The same error, never raised. What is remembered is a copy and is raised as a copy: an instance that is raised
+    again and again collects the frames of every request that it went through, their bodies included.
+    """
+    return type(error)(*error.args)

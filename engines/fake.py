@@ -9,7 +9,6 @@ text so far says which token stands at which rank.
 """
 
 import asyncio
-import logging
 import math
 import time
 from collections import OrderedDict, deque
@@ -18,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from engines.delivery import deliver
 from engines.errors import EngineError, EngineStopped, QueueFull, RequestRefused
 from engines.protocol import (
     Adapter,
@@ -31,8 +31,6 @@ from engines.protocol import (
     TokenDelta,
     TokenLogprob,
 )
-
-logger = logging.getLogger(__name__)
 
 RANKS = 24
 _BLOCK_TOKENS = 16
@@ -137,7 +135,7 @@ class FakeEngine:
         ended = [*state.running.values(), *state.waiting]
         state.running.clear()
         state.waiting.clear()
-        _deliver([(g.sink, Output(g.request.request_id, EngineStopped("The engine was closed."))) for g in ended])
+        deliver([(g.sink, Output(g.request.request_id, EngineStopped("The engine was closed."))) for g in ended])
 
     def submit(self, request: GenerateRequest, sink: OutputSink) -> None:
         if self._loop is None:
@@ -220,7 +218,7 @@ class FakeEngine:
             outputs = [output for generation in list(state.running.values()) for output in self._step(generation)]
             self._last_step_at = time.monotonic()
             state.counters.steps += 1
-            for request_id in _deliver(outputs):
+            for request_id in deliver(outputs):
                 self.abort(request_id)
             await asyncio.sleep(self._config.step_s)
 
@@ -286,21 +284,6 @@ class FakeEngine:
         state.counters.prompt_tokens += len(prompt)
         state.counters.cached_tokens += cached
         return cached
-
-
-def _deliver(outputs: Sequence[tuple[OutputSink, Output]]) -> list[str]:
-    """One call per sink. Returns the requests of those sinks that failed; the others get their tokens all the same."""
-    by_sink: dict[int, tuple[OutputSink, list[Output]]] = {}
-    for sink, output in outputs:
-        by_sink.setdefault(id(sink), (sink, []))[1].append(output)
-    failed = []
-    for sink, batch in by_sink.values():
-        try:
-            sink.deliver(batch)
-        except Exception:
-            logger.exception("a sink failed; its requests are aborted")
-            failed += [output.request_id for output in batch]
-    return failed
 
 
 def _delta(generation: _Generation, config: FakeConfig) -> TokenDelta:

@@ -80,7 +80,7 @@ class ModelRunner:
         )
         self.adapters: AdapterModules | NativeAdapters = others
         self._native = install_kernels(loaded, probe.attention, config, threads=threads)
-        if self._native is not None:  # exact as they are, but for what they leave to torch
+        if self._native is not None:  # exact as they are
             decoder = self._native.decoder
             self.adapters = NativeAdapters(decoder, others, layers="model.layers", head=self.targets.head or "")
             return
@@ -125,10 +125,9 @@ class ModelRunner:
         count = logit_rows.shape[0]
         if self._exact:
             logit_rows = F.pad(logit_rows, (0, -count % TILE_ROWS))
-        # The kernels give every row its own bits; what they leave to torch (adapters of the embedding) must too.
-        with RowTiles() if self._tiled or self._native is not None else nullcontext():
-            if self._native is not None:
-                return self._native.run(batch, logit_rows)
+        if self._native is not None:
+            return self._native.run(batch, logit_rows)
+        with RowTiles() if self._tiled else nullcontext():
             output = self._model(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],

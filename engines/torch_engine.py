@@ -16,6 +16,7 @@ from engines import self_test
 from engines.block_pool import BlockPool
 from engines.config import EngineConfig
 from engines.cores import available_cores
+from engines.delivery import deliver
 from engines.errors import EngineError, EngineStopped, ModelRefused, QueueFull, RequestRefused
 from engines.kv_cache import blocks_for, free_memory
 from engines.loop import Emit, EngineLoop, Event
@@ -105,22 +106,16 @@ class TorchEngine:
         self._deliver([(sequence, error) for sequence in self._live.values()])
 
     def _deliver(self, events: SequenceOf[tuple[Sequence, Event]]) -> None:
-        """One call per sink and step. Requests that were aborted meanwhile hear nothing."""
-        by_sink: dict[int, tuple[OutputSink, list[Output]]] = {}
+        """Requests that were aborted meanwhile hear nothing."""
+        outputs: list[tuple[OutputSink, Output]] = []
         for sequence, event in events:
             if self._live.get(sequence.request_id) is not sequence:
                 continue
             if isinstance(event, EngineError) or event.finish_reason is not None:
                 del self._live[sequence.request_id]
-            _, outputs = by_sink.setdefault(id(sequence.sink), (sequence.sink, []))
-            outputs.append(Output(sequence.request_id, event))
-        for sink, outputs in by_sink.values():
-            try:
-                sink.deliver(outputs)
-            except Exception:  # whatever is wrong with one sink, the others get their tokens
-                logger.exception("a sink failed; its requests are aborted")
-                for output in outputs:
-                    self.abort(output.request_id)
+            outputs.append((sequence.sink, Output(sequence.request_id, event)))
+        for request_id in deliver(outputs):
+            self.abort(request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +197,10 @@ def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped]
         max_step_tokens_decoding=config.max_step_tokens_decoding,
         prefix_cache=config.prefix_cache and not runner.has_states,
     )
-    loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end, _pace(config)))
+    pace = PrefillPace(config.max_step_tokens_decoding, config.prefill_ratio)
+    loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end, pace))
     facts = ModelFacts(loaded.vocab_size, context_length, (num_blocks - 1) * config.block_size)
     return _Parts(loops[0], adapters, pool, facts, threads)
-
-
-def _pace(config: EngineConfig) -> PrefillPace:
-    return PrefillPace(config.max_step_tokens_decoding, config.prefill_ratio)
 
 
 def _do_nothing(loop: EngineLoop) -> None:

@@ -33,14 +33,11 @@ pickling between processes. No message holds prompt or completion text.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeVar
 
 from engines import errors as engine_errors
 from renderers.base import PromptTooLong, RenderError
 
 MAX_RETRY_AFTER_S = 30
-
-Remembered = TypeVar("Remembered", bound=Exception)
 
 
 class ServiceError(Exception):
@@ -151,13 +148,6 @@ class FirstTokenTimeout(ServingError):
 
 class TotalTimeout(ServingError):
     """The request took longer than any may."""
-
-
-def afresh(error: Remembered) -> Remembered:
-    """The same error, never raised. What is remembered is a copy and is raised as a copy: an instance that is raised
-    again and again collects the frames of every request that it went through, their bodies included.
-    """
-    return type(error)(*error.args)
 
 
 @dataclass(frozen=True, slots=True)

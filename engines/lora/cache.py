@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from engines.errors import AdapterError, AdapterRefused, AdapterUnavailable
+from engines.errors import AdapterError, AdapterRefused, AdapterUnavailable, afresh
 from engines.protocol import Adapter
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class AdapterCache(Generic[Held]):
             return
         refusal = self._refused.get(adapter)
         if refusal is not None and self.clock() - refusal[1] < REFUSAL_S:
-            self._failed[adapter] = _copy(refusal[0])
+            self._failed[adapter] = afresh(refusal[0])
         elif digest not in self._loading and digest not in self._queue:
             self._queue[digest] = _Queued(adapter, self.clock())
             self._start_loads()
@@ -242,7 +242,7 @@ class AdapterCache(Generic[Held]):
     def _refuse(self, adapter: Adapter, error: AdapterError) -> None:
         self.counters.refusals += 1
         self._failed[adapter] = error
-        self._refused[adapter] = (_copy(error), self.clock())
+        self._refused[adapter] = (afresh(error), self.clock())
         while len(self._refused) > _REMEMBERED_REFUSALS:
             self._refused.popitem(last=False)
 
@@ -282,8 +282,3 @@ class AdapterCache(Generic[Held]):
     def close(self) -> None:
         """Running loads end in their own time; their results are dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _copy(error: AdapterError) -> AdapterError:
-    """Never raised, and so without the frames of the load, or of the requests, that an instance collects."""
-    return type(error)(*error.args)

@@ -12,6 +12,7 @@ from engines.attention.interface import Attention
 from engines.batch import PROBE_TOKENS, StepBatch
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
+from engines.exact import RowTiles
 from engines.model_loader import LoadedModel
 from engines.native.build import BuildFailed, library_path
 from engines.native.decoder import NativeDecoder
@@ -34,7 +35,10 @@ class NativeModel:
 
     def run(self, batch: StepBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] float32 of the rows `logit_rows` [R]."""
-        hidden = self._model.get_input_embeddings()(batch.token_ids[None])[0]
+        with (
+            RowTiles()
+        ):  # the kernels give every row its own bits, and an adapter of the embedding is torch's to compute
+            hidden = self._model.get_input_embeddings()(batch.token_ids[None])[0]
         rotation = self._cos.index_select(0, batch.positions), self._sin.index_select(0, batch.positions)
         return self.decoder.run(hidden.to(torch.float32, copy=True), rotation, batch, logit_rows)
 

@@ -20,6 +20,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
 
+from engines.errors import afresh
 from serve_app.checkpoints.archive import unpack_into
 from serve_app.checkpoints.beneath import opened
 from serve_app.checkpoints.checkpoint import Checkpoint
@@ -27,7 +28,6 @@ from serve_app.checkpoints.content import Fingerprint, Reader, fingerprint, open
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.flights import Flights
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused, Report
-from serve_app.errors import afresh
 from serve_app.model_id import CheckpointPath
 
 FOLDER: Final = "sampler_weights"

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 
+from engines.errors import afresh
 from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
 from serve_app.checkpoints.archive import read_workspace, unpack_into
 from serve_app.checkpoints.checkpoint import Checkpoint
@@ -31,7 +32,6 @@ from serve_app.errors import (
     CheckpointIncomplete,
     CheckpointRefused,
     CheckpointUnavailable,
-    afresh,
 )
 from serve_app.model_id import CheckpointPath
 
