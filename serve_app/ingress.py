@@ -37,7 +37,6 @@ class Ingress:
             host = self._args.channel_host or ray.util.get_node_ip_address()
             self._listener = await Listener.start(host)
             logger.info("Tokens arrive at %s:%d.", host, self._listener.endpoint.port)
-        self._watch.start()
         timeout_s = self._args.no_replica_timeout_s
         self._replicas = RayReplicas(self._watch, self._listener, no_replica_timeout_s=timeout_s)
         self._metrics = IngressMetrics()
@@ -50,7 +49,6 @@ class Ingress:
         apps = {model.config.app for model in self._service.settings.catalog.models.values()}
         # The first question starts what answers it, so that readiness is known before anybody asks.
         await self._replicas.readiness(apps)
-        self._watch.keep_only(apps)
 
     def check_health(self) -> None:
         """Serve calls this once `reconfigure` has returned, before a replica counts as running, and every few seconds.

@@ -59,6 +59,7 @@ class RayReplicas:
     async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
         for deployment in deployments:
             self._handle(deployment)  # what its router learns is what the watch knows
+        await self._watch.look(deployments)
         return {deployment: self._watch.why_not_ready(deployment) for deployment in deployments}
 
     async def close(self) -> None:
@@ -70,7 +71,6 @@ class RayReplicas:
     def _handle(self, app: str) -> DeploymentHandle:
         if app not in self._handles:
             self._handles[app] = self._open_handle(app).options(method_name="run")
-        self._watch.add(app)
         return self._handles[app]
 
     async def _over_channel(
@@ -115,12 +115,14 @@ class RayReplicas:
         caller's business. Calls to what is not there wait for ever too, in silence.
         """
         while True:
+            await self._watch.look([app])
             if self._watch.has_failed(app):
                 raise NoReplica(f"The model's application {app!r} failed to deploy.")
             done, _ = await asyncio.wait([taken], timeout=self._no_replica_timeout_s)
             if done:
                 return
-            if self._watch.is_down(app):
+            await self._watch.look([app])
+            if self._watch.is_down(app) and not taken.done():
                 raise NoReplica(f"The model's application {app!r} has no replica.")
 
     def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -1,7 +1,6 @@
 """Which models are ready, down, asleep or failed."""
 
 import asyncio
-import contextlib
 import threading
 
 import pytest
@@ -10,6 +9,7 @@ from serve_app.model_watch import AppStatus, ModelWatch
 from serve_app.roster import ReplicaState, Roster
 
 HEALTHY = AppStatus("RUNNING", "HEALTHY", running=1)
+ASLEEP = AppStatus("RUNNING", "HEALTHY", running=0)
 READY = ReplicaState("r1", True, ())
 STUCK = ReplicaState("r2", False, ())
 
@@ -19,37 +19,28 @@ class Controller:
 
     def __init__(self, statuses=None) -> None:
         self.statuses = statuses or {}
-        self.asked = threading.Semaphore(0)
+        self.asked = 0
         self.error: Exception | None = None
 
     def read(self):
-        self.asked.release()
+        self.asked += 1
         if self.error is not None:
             raise self.error
         return self.statuses
 
 
-@contextlib.asynccontextmanager
-async def watching(controller: Controller, replicas=None):
+async def looked(controller: Controller, replicas=None) -> tuple[ModelWatch, Roster]:
     roster = Roster()
     if replicas is not None:
         roster.put("m", replicas)
     watch = ModelWatch(roster, controller.read)
-    watch.add("m")
-    watch.start()
-    if not replicas:
-        await asyncio.to_thread(controller.asked.acquire)
-        await asyncio.to_thread(lambda: None)  # the answer is back in the loop once a later one is
-    yield watch, roster
-    await watch.close()
+    await watch.look(["m"])
+    return watch, roster
 
 
 def state(status: AppStatus | None, replicas=()) -> tuple[str | None, bool, bool]:
-    async def main():
-        async with watching(Controller({"m": status} if status else {}), replicas) as (watch, _):
-            return watch.why_not_ready("m"), watch.is_down("m"), watch.has_failed("m")
-
-    return asyncio.run(main())
+    watch, _ = asyncio.run(looked(Controller({"m": status} if status else {}), replicas))
+    return watch.why_not_ready("m"), watch.is_down("m"), watch.has_failed("m")
 
 
 def test_a_model_is_ready_when_one_replica_makes_progress():
@@ -90,61 +81,83 @@ def test_a_failed_update_does_not_count_while_replicas_still_serve():
 
 
 def test_the_controller_is_not_asked_while_replicas_are_up():
+    controller = Controller()
+    asyncio.run(looked(controller, (READY,)))
+    assert controller.asked == 0
+
+
+def test_the_controller_is_asked_once_for_all_who_want_to_know_within_an_interval(monkeypatch):
+    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 1e6)
+
     async def main() -> None:
-        controller = Controller()
-        async with watching(controller, (READY,)):
-            await asyncio.sleep(0)
-            await asyncio.to_thread(lambda: None)
-        assert not controller.asked.acquire(blocking=False)
+        controller = Controller({"m": ASLEEP, "n": ASLEEP})
+        watch, _ = await looked(controller)
+        await asyncio.gather(*(watch.look(["m", "n"]) for _ in range(10)))
+        assert controller.asked == 1
+        assert watch.why_not_ready("n") is None
+        monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0)
+        controller.statuses = {"m": HEALTHY}
+        await watch.look(["m"])
+        assert watch.why_not_ready("m") == "no replica is up"
 
     asyncio.run(main())
 
 
-async def until_unknown(watch: ModelWatch, roster: Roster, replicas) -> None:
-    """Look, without giving the watch a turn, at what is known once there are no replicas."""
-    async with asyncio.timeout(10):
-        while True:
-            roster.put("m", ())
-            if watch.why_not_ready("m") == "its state is not known yet":
-                return
-            roster.put("m", replicas)
-            await asyncio.sleep(0)
-
-
-def test_what_the_controller_said_before_the_replicas_came_does_not_count_once_they_die(monkeypatch):
-    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0.001)
+def test_a_model_that_has_just_gone_to_sleep_is_ready_at_once(monkeypatch):
+    """What the controller said while it ran does not count, however new it is."""
+    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 1e6)
 
     async def main() -> None:
-        controller = Controller({"m": AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED")})
-        async with watching(controller, ()) as (watch, roster):
-            await asyncio.to_thread(controller.asked.acquire)
-            assert watch.has_failed("m")
-            await until_unknown(watch, roster, (READY,))
-            assert not watch.has_failed("m")
+        controller = Controller({"m": HEALTHY})
+        watch, roster = await looked(controller, ())
+        roster.put("m", (READY,))
+        roster.put("m", ())
+        controller.statuses = {"m": ASLEEP}
+        assert watch.why_not_ready("m") == "its state is not known yet"
+        await watch.look(["m"])
+        assert watch.why_not_ready("m") is None
 
     asyncio.run(main())
 
 
-def test_an_application_that_left_the_catalogue_is_not_asked_about(monkeypatch):
-    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0.001)
-
+def test_what_the_controller_said_before_the_replicas_came_does_not_count_once_they_die():
     async def main() -> None:
-        async with watching(Controller({"m": HEALTHY}), ()) as (watch, roster):
-            watch.keep_only({"n"})
-            await until_unknown(watch, roster, ())
+        watch, roster = await looked(Controller({"m": AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED")}), ())
+        assert watch.has_failed("m")
+        roster.put("m", (READY,))
+        roster.put("m", ())
+        assert not watch.has_failed("m")
+        assert watch.why_not_ready("m") == "its state is not known yet"
 
     asyncio.run(main())
 
 
 def test_a_controller_that_does_not_answer_changes_nothing_that_was_known(monkeypatch):
-    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0.001)
+    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 1e6)
 
     async def main() -> None:
-        controller = Controller({"m": AppStatus("RUNNING", "HEALTHY")})
-        async with watching(controller, ()) as (watch, _):
-            controller.error = ConnectionError("the controller restarts")
-            for _ in range(3):
-                await asyncio.to_thread(controller.asked.acquire)
-            assert watch.why_not_ready("m") is None
+        controller = Controller({"m": ASLEEP})
+        watch, _ = await looked(controller, ())
+        controller.error = ConnectionError("the controller restarts")
+        monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0.01)
+        while controller.asked < 3:
+            await watch.look(["m"])
+        assert watch.why_not_ready("m") is None
+
+    asyncio.run(main())
+
+
+def test_nobody_waits_for_a_controller_that_hangs(monkeypatch):
+    monkeypatch.setattr("serve_app.model_watch._PATIENCE_S", 0.05)
+    hangs = threading.Event()
+
+    async def main() -> None:
+        watch = ModelWatch(Roster(), lambda: hangs.wait() and {"m": ASLEEP})
+        await asyncio.gather(watch.look(["m"]), watch.look(["m"]))
+        assert watch.why_not_ready("m") == "its state is not known yet"
+        hangs.set()
+        monkeypatch.setattr("serve_app.model_watch._PATIENCE_S", 10)
+        await watch.look(["m"])
+        assert watch.why_not_ready("m") is None
 
     asyncio.run(main())
