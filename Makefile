@@ -108,8 +108,8 @@ test: setup-dev demo ## format, lint, import contracts, types and all tests but 
 test-slow: setup-dev demo ## the slow tests
 	@$(VENV)/bin/python -m pytest -m 'slow and not gpu'
 
-test-gpu: setup-dev demo ## the tests that need a CUDA device
-	@$(VENV)/bin/python -m pytest -m gpu
+test-gpu: setup-dev demo ## the tests of the CUDA path, on a CUDA device
+	@$(VENV)/bin/python -m pytest -m 'gpu or slow or not slow' tests/test_gpu_*.py
 
 test-clients: setup-dev demo $(CLIENTS_INSTALLED) $(NODE_INSTALLED) ## other people's clients against the demo service
 	@CLIENTS_VENV=$(CLIENTS_VENV) $(VENV)/bin/python -m pytest --capture=no -m clients tests/clients

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-AttentionName = Literal["auto", "sdpa", "native"]
+AttentionName = Literal["auto", "sdpa", "native", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class EngineConfig:
     are bit-equal whatever the company and chunking (batch invariance); float32, and slow where the C kernels do not
     compute it, for torch then has one thread. `threads` None: the cores this process may use.
     `attention`: "native" are the C kernels for Llama-like models on a CPU, built with the machine's compiler into
-    `kernel_cache`; "sdpa" is torch for all models; "auto" the first where it can be had.
+    `kernel_cache`; "triton" are kernels for CUDA devices; "sdpa" is torch for all models; "auto" is what can be had of
+    the others, else "sdpa". `cuda_graphs`: decode steps are recorded once and replayed, with "triton".
     """
 
     source: str
@@ -46,6 +47,7 @@ class EngineConfig:
     adapter_loaders: int = 2
     adapter_load_timeout_s: float = 60.0
     attention: AttentionName = "auto"
+    cuda_graphs: bool = True
     kernel_cache: str = "~/.cache/roundhouse/kernels"
     exact: bool = False
     threads: int | None = None

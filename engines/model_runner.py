@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,9 @@ from engines.protocol import GenerateRequest, SamplingParams
 from engines.scheduler import Chunk
 from engines.sequence import Sequence
 
+if TYPE_CHECKING:
+    from engines.gpu.path import GpuPath
+
 logger = logging.getLogger(__name__)
 
 
@@ -55,6 +58,7 @@ class ModelRunner:
         self._tiled = config.exact
         self._exact = False
         self._native: NativeModel | None = None
+        self._gpu: GpuPath | None = None
         self._context = AdapterContext()
         self.has_states = bool(split_by_sequence(loaded.model, loaded.config, self._context.narrowed))
         if self.has_states and config.exact:
@@ -70,7 +74,10 @@ class ModelRunner:
         )
         self.state_bytes = state_bytes(chunk.sequence)
         self.shapes: dict[int, LayerShape] = probe.shapes
-        others = AdapterModules(
+        self._context_length = config.context_length or loaded.context_length
+        self._gpu = self._gpu_path(loaded, config)
+        adapter_modules = AdapterModules if self._gpu is None else self._gpu.adapter_modules
+        others = adapter_modules(
             loaded.model,
             self._context,
             adaptable=adaptable,
@@ -97,10 +104,35 @@ class ModelRunner:
             self._native.decoder.allocate(num_blocks)
             return
         cache = KVCache(self.shapes, num_blocks, self._block_size, self._device)
-        self._backend = ExactBackend(cache) if self._exact else SdpaBackend(cache)
+        if self._gpu is not None:
+            self._backend = self._gpu.allocate(cache, self._context_length)
+        else:
+            self._backend = ExactBackend(cache) if self._exact else SdpaBackend(cache)
+
+    def warm_up(self) -> None:
+        """Do now what would hold up the first requests. After the last `allocate`."""
+        if self._gpu is not None:
+            self._gpu.record()
+
+    def fall_back(self) -> bool:
+        """Do without what may not work on this device, one thing a call: from the next `allocate` on. False when
+        there is nothing left to do without.
+        """
+        if self._gpu is None:
+            return False
+        if self._gpu.without_graphs():
+            return True
+        is_demanded, self._gpu = self._gpu.is_demanded, None
+        return not is_demanded
 
     def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
-        """The batch as it was laid out, and logits [wanted rows, vocab] in the model's dtype."""
+        """The batch as it was laid out, and logits [wanted rows, vocab] in the model's dtype, which hold until the
+        next call.
+        """
+        if self._gpu is not None and all(chunk.completes for chunk in chunks):
+            decoded = self._gpu.decode(chunks)
+            if decoded is not None:
+                return decoded
         batch = self._batch(chunks)
         return batch, self._run(batch, batch.logit_rows)
 
@@ -112,10 +144,12 @@ class ModelRunner:
 
     def last_logits(self, chunks: SequenceOf[Chunk]) -> dict[str, torch.Tensor]:
         """Logits [vocab] after each chunk, complete or not, by request id."""
+        decoded = None if self._gpu is None else self._gpu.decode(chunks)
+        if decoded is not None:
+            return _by_request(*decoded)
         batch = self._batch(chunks)
         ends = torch.tensor([chunk.length for chunk in batch.chunks], device=self._device).cumsum(0) - 1
-        logits = self._run(batch, ends).float()
-        return {chunk.sequence.request_id: row for chunk, row in zip(batch.chunks, logits, strict=True)}
+        return _by_request(batch, self._run(batch, ends))
 
     def _batch(self, chunks: SequenceOf[Chunk]) -> StepBatch:
         return build_batch(chunks, self._block_size, self._device, row_multiple=TILE_ROWS if self._exact else 1)
@@ -127,6 +161,9 @@ class ModelRunner:
             logit_rows = F.pad(logit_rows, (0, -count % TILE_ROWS))
         if self._native is not None:
             return self._native.run(batch, logit_rows)
+        return self._compute(batch, logit_rows)[:count]
+
+    def _compute(self, batch: StepBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         with RowTiles() if self._tiled else nullcontext():
             output = self._model(
                 input_ids=batch.token_ids[None],
@@ -135,8 +172,30 @@ class ModelRunner:
                 logits_to_keep=logit_rows,
                 paged=Paged(self._backend, batch),
             )
-        logits: torch.Tensor = output.logits[0, :count]
+        logits: torch.Tensor = output.logits[0]
         return logits
+
+    def _compute_rows(self, batch: StepBatch) -> torch.Tensor:
+        self._context.set(batch, by_row=True)
+        return self._compute(batch, batch.logit_rows)
+
+    def _gpu_path(self, loaded: LoadedModel, config: EngineConfig) -> "GpuPath | None":
+        """Raises `ModelRefused` where the Triton kernels are demanded and cannot be had."""
+        is_demanded = config.attention == "triton"
+        if config.exact or not (is_demanded or (config.attention == "auto" and loaded.device.type == "cuda")):
+            return None
+        try:
+            from engines.gpu.path import GpuPath  # Triton comes with torch for CUDA and with no other
+        except ImportError as exc:
+            if is_demanded:
+                raise ModelRefused(f"attention = 'triton' is not possible here: {exc}") from exc
+            logger.warning("computing with torch alone, not with Triton kernels: %s", exc)
+            return None
+        return GpuPath(config, loaded.device, self._compute_rows, graphs=not self.has_states)
+
+
+def _by_request(batch: StepBatch, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {chunk.sequence.request_id: row for chunk, row in zip(batch.chunks, logits.float(), strict=True)}
 
 
 def _probe_chunk(blocks: Iterable[int]) -> Chunk:

@@ -167,9 +167,7 @@ def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped]
         test = self_test.prepare(loaded, context_length) if config.self_test else None
         runner = ModelRunner(loaded, config, threads=cores)
         if test is not None:
-            self_test.check(test, runner, loaded, config)
-            if config.exact:
-                self_test.check_exact(test, runner, loaded, config)
+            _check_model(test, runner, loaded, config)
         num_blocks = blocks_for(
             runner.shapes,
             config.block_size,
@@ -178,6 +176,7 @@ def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped]
             max_running=config.max_running,
         )
         runner.allocate(num_blocks)
+        runner.warm_up()
     pool = BlockPool(num_blocks, config.block_size)
     loops: list[EngineLoop] = []
     adapters: AdapterCache[Any] = AdapterCache(
@@ -201,6 +200,21 @@ def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped]
     loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end, pace))
     facts = ModelFacts(loaded.vocab_size, context_length, (num_blocks - 1) * config.block_size)
     return _Parts(loops[0], adapters, pool, facts, threads)
+
+
+def _check_model(test: self_test.SelfTest, runner: ModelRunner, loaded: LoadedModel, config: EngineConfig) -> None:
+    """Raises `ModelRefused` for a model that would not be served exactly, whatever is done without."""
+    while True:
+        try:
+            self_test.check(test, runner, loaded, config)
+        except Exception as exc:  # whatever a compiler or a driver raises
+            if not runner.fall_back():
+                raise
+            logger.warning("what computes %s on %s is given up: %s", config.source, loaded.device, exc, exc_info=True)
+        else:
+            break
+    if config.exact:
+        self_test.check_exact(test, runner, loaded, config)
 
 
 def _do_nothing(loop: EngineLoop) -> None:

@@ -38,6 +38,8 @@ T = TypeVar("T")
 _FOLDER = tempfile.TemporaryDirectory(prefix="engine-tests-")
 _IDS = count()
 KV_BYTES = 8 << 20
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where the Triton kernels are tested: without a CUDA device, in Triton's interpreter."""
 
 
 @cache

@@ -50,16 +50,28 @@ class _Wrapper(nn.Module):
             return getattr(super().__getattr__("base"), name)
 
 
+AddByRow = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(y [..., out], x [..., in], slots [T]) -> y, with each row's adapter added to it."""
+
+
 class LoraLinear(_Wrapper):
-    """x [1, rows, in] -> [1, rows, out]; rows as numbered in the context, those of the output head by themselves."""
+    """x [1, rows, in] -> [1, rows, out]; rows as numbered in the context, those of the output head by themselves.
+
+    `by_row`: what adds the adapters while `AdapterContext.by_row` is set.
+    """
+
+    by_row: AddByRow | None = None
 
     def __init__(self, base: nn.Module, context: AdapterContext, *, is_head: bool) -> None:
         super().__init__(base, context)
         self._is_head = is_head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        groups = self._context.head_rows if self._is_head else self._context.rows
-        return add_pairs(self.base(x), x, self.pairs, groups)
+        y: torch.Tensor = self.base(x)
+        if self._context.by_row:
+            slots = self._context.head_slots if self._is_head else self._context.slots
+            return y if slots is None or self.by_row is None else self.by_row(y, x, slots)
+        return add_pairs(y, x, self.pairs, self._context.head_rows if self._is_head else self._context.rows)
 
 
 class LoraEmbedding(_Wrapper):
@@ -150,18 +162,23 @@ class AdapterModules:
         for pairs in self._pairs.values():
             pairs.pop(slot, None)
 
+    def wrap_linear(self, path: str) -> LoraLinear:
+        """The wrapper of a linear layer, which is put there if there is none."""
+        base = self._model.get_submodule(path)
+        if not isinstance(base, LoraLinear):
+            base = LoraLinear(base, self._context, is_head=path == self._head)
+            self._model.set_submodule(path, base)
+        return base
+
     def _wrap(self, path: str) -> Pairs:
         kind = self._adaptable[path]
         if kind is TargetKind.EXPERTS:
             path, _, name = path.rpartition(".")
             return Experts.around(self._model, path, self._context).pairs[name]
+        if kind is TargetKind.LINEAR:
+            return self.wrap_linear(path).pairs
         base = self._model.get_submodule(path)
-        wrapped: LoraEmbedding | LoraRouter | LoraLinear
-        if kind is TargetKind.EMBEDDING:
-            wrapped = LoraEmbedding(base, self._context)
-        elif kind is TargetKind.ROUTER:
-            wrapped = LoraRouter(base, self._context)
-        else:
-            wrapped = LoraLinear(base, self._context, is_head=path == self._head)
+        is_embedding = kind is TargetKind.EMBEDDING
+        wrapped = LoraEmbedding(base, self._context) if is_embedding else LoraRouter(base, self._context)
         self._model.set_submodule(path, wrapped)
         return wrapped.pairs

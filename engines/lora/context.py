@@ -23,18 +23,21 @@ class AdapterContext:
     """Set by the model runner before each forward and read by the wrapped modules; the engine loop's thread owns it.
 
     `slots` [T] int32: the slot of each row, -1 for none; None when no row has one. `rows`: the same by adapter, and
-    `head_rows` for the rows whose logits are wanted, numbered 0 … R-1.
+    `head_rows` for the rows whose logits are wanted, numbered 0 … R-1. `by_row`: the modules go by `slots` and
+    `head_slots` alone, on the device; then no `rows` are made, which the host would have to wait for.
     """
 
     slots: torch.Tensor | None = None
-    _head_slots: torch.Tensor | None = None
+    head_slots: torch.Tensor | None = None
+    by_row: bool = False
     _rows: tuple[AdapterRows, ...] | None = ()
     _head_rows: tuple[AdapterRows, ...] | None = ()
 
-    def set(self, batch: StepBatch) -> None:
+    def set(self, batch: StepBatch, *, by_row: bool = False) -> None:
         self.slots = batch.slots
-        self._head_slots = None if batch.slots is None else batch.slots[batch.logit_rows]
-        self._rows = self._head_rows = None
+        self.head_slots = None if batch.slots is None else batch.slots[batch.logit_rows]
+        self.by_row = by_row
+        self._rows = self._head_rows = () if by_row else None
 
     @contextmanager
     def narrowed(self, rows: torch.Tensor) -> Iterator[None]:
@@ -56,7 +59,7 @@ class AdapterContext:
     @property
     def head_rows(self) -> tuple[AdapterRows, ...]:
         if self._head_rows is None:
-            self._head_rows = _by_adapter(self._head_slots)
+            self._head_rows = _by_adapter(self.head_slots)
         return self._head_rows
 
 

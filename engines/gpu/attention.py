@@ -1,0 +1,182 @@
+"""Attention by Triton kernels that read the blocks where they lie."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+from triton import knobs, next_power_of_2
+
+from engines.attention.interface import Attention
+from engines.batch import StepBatch
+from engines.gpu.kernels import attend_kernel, merge_kernel
+from engines.kv_cache import KVCache
+from engines.scheduler import Chunk
+
+_MAX_SPLITS = 16
+_KEYS_PER_SPLIT = 64
+_PREFILL_ROWS = 64
+_DECODE_ROWS = 16
+"""Rows of a program's product: its query tokens times the heads that share K and V. 16 is the least."""
+
+
+@dataclass(slots=True)
+class PagedLayout:
+    """Where the queries and the keys of a batch of n sequences are, in int32: `row_starts` [n + 1], `kv_lens` [n] with
+    the new tokens, `block_tables` [n, width]. `lengths`: how many new tokens each has, on the host.
+    """
+
+    row_starts: torch.Tensor
+    kv_lens: torch.Tensor
+    block_tables: torch.Tensor
+    lengths: tuple[int, ...]
+    _queries: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, chunks: SequenceOf[Chunk], block_size: int, device: torch.device) -> "PagedLayout":
+        tables = [chunk.sequence.blocks[: -(-chunk.end // block_size)] for chunk in chunks]
+        width = max(map(len, tables))
+        starts = [0]
+        for chunk in chunks:
+            starts.append(starts[-1] + chunk.length)
+        return cls(
+            _int32(starts, device),
+            _int32([chunk.end for chunk in chunks], device),
+            _int32([table + [0] * (width - len(table)) for table in tables], device),
+            tuple(chunk.length for chunk in chunks),
+        )
+
+    def queries(self, per_program: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sequence and the first new token of each program that takes up to `per_program` of one sequence."""
+        if per_program not in self._queries:
+            device = self.kv_lens.device
+            pairs = [(n, at) for n, length in enumerate(self.lengths) for at in range(0, length, per_program)]
+            self._queries[per_program] = (
+                _int32([sequence for sequence, _ in pairs], device),
+                _int32([first for _, first in pairs], device),
+            )
+        return self._queries[per_program]
+
+
+def _int32(values: object, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels are run by Triton's interpreter, which works on a CPU (TRITON_INTERPRET=1): slowly, for tests."""
+    return bool(knobs.runtime.interpret)
+
+
+class TritonBackend:
+    """Implements `attention.interface.AttentionBackend`. `num_programs`: how many the device runs side by side."""
+
+    def __init__(self, cache: KVCache, *, num_programs: int) -> None:
+        self._cache = cache
+        self._num_programs = num_programs
+        self._batch: StepBatch | None = None
+        self._layout: PagedLayout | None = None
+
+    def use(self, batch: StepBatch, layout: PagedLayout) -> None:
+        """The layout of a batch that is not made of chunks."""
+        self._batch, self._layout = batch, layout
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention, batch: StepBatch
+    ) -> torch.Tensor:
+        # Blocks need no zeros: what lies beyond a sequence's length is not read.
+        self._cache.write(attention.layer, k, v, batch.kv_slots, None)
+        layout = self._layout
+        if layout is None or self._batch is not batch:
+            layout = PagedLayout.of(batch.chunks, self._cache.block_size, q.device)
+            self.use(batch, layout)
+        keys, values = self._cache.k[attention.layer], self._cache.v[attention.layer]
+        return attend(q, keys, values, attention, layout, num_programs=self._num_programs)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention: Attention,
+    layout: PagedLayout,
+    *,
+    num_programs: int,
+) -> torch.Tensor:
+    """q [T, heads, k_dim], keys [blocks, block_size, kv_heads, k_dim], values [blocks, block_size, kv_heads, v_dim]
+    -> [T, heads, v_dim]
+    """
+    rows, heads, k_dim = q.shape
+    block_size, kv_heads, v_dim = values.shape[1:]
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    group = heads // kv_heads
+    is_decode = max(layout.lengths) == 1
+    block_m = max(_DECODE_ROWS if is_decode else _PREFILL_ROWS, next_power_of_2(group))
+    per_program = 1 if is_decode else block_m // group
+    sequence, first = layout.queries(per_program)
+    programs = sequence.shape[0]
+    k_pad, v_pad = max(16, next_power_of_2(k_dim)), max(16, next_power_of_2(v_dim))
+    splits = _splits(programs * kv_heads, num_programs, layout.block_tables.shape[1] * block_size)
+    out = q.new_empty(rows, heads, v_dim)
+    scratch = (q.new_empty(0, dtype=torch.float32),) * 3
+    if splits > 1:
+        partial = torch.empty(splits, rows, heads, v_dim + 2, dtype=torch.float32, device=q.device).flatten()
+        size = splits * rows * heads
+        scratch = partial[: size * v_dim], partial[size * v_dim : size * (v_dim + 1)], partial[size * (v_dim + 1) :]
+    sinks = attention.sinks if attention.sinks is not None else scratch[0]
+    attend_kernel[(programs, kv_heads, splits)](
+        q,
+        keys,
+        values,
+        out,
+        *scratch,
+        sequence,
+        first,
+        layout.row_starts,
+        layout.kv_lens,
+        layout.block_tables,
+        sinks,
+        attention.scale,
+        attention.softcap or 1.0,
+        attention.window or 0,
+        rows,
+        q.stride(0),
+        q.stride(1),
+        keys.stride(1),
+        keys.stride(2),
+        values.stride(1),
+        values.stride(2),
+        layout.block_tables.stride(0),
+        HEADS=heads,
+        GROUP=group,
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        K_PAD=k_pad,
+        V_PAD=v_pad,
+        BLOCK_SIZE=block_size,
+        QUERIES=per_program,
+        BLOCK_M=block_m,
+        BLOCK_N=64 if max(k_pad, v_pad) <= 128 and q.dtype.itemsize == 2 else 32,
+        SPLITS=splits,
+        HAS_WINDOW=bool(attention.window),
+        HAS_SOFTCAP=attention.softcap is not None,
+        HAS_SINKS=attention.sinks is not None,
+    )
+    if splits > 1:
+        merge_kernel[(rows, heads)](
+            out,
+            *scratch,
+            sinks,
+            rows,
+            HEADS=heads,
+            V_DIM=v_dim,
+            V_PAD=v_pad,
+            SPLITS=splits,
+            HAS_SINKS=attention.sinks is not None,
+        )
+    return out
+
+
+def _splits(programs: int, num_programs: int, most_keys: int) -> int:
+    """A power of two: enough to fill the device, and no more than there are tiles of keys to share out."""
+    wanted = min(num_programs // max(1, programs), most_keys // _KEYS_PER_SPLIT, _MAX_SPLITS)
+    return 1 << max(0, wanted.bit_length() - 1)

@@ -1,0 +1,134 @@
+"""Adapters row by row: tables of pointers on the device in place of groups of rows on the host, so that a step's work
+has the same shape whichever adapters its rows have, as a CUDA graph needs it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from engines.gpu.kernels import expand_kernel, shrink_kernel
+from engines.lora.apply import AdapterModules
+from engines.lora.context import AdapterContext
+from engines.lora.pairs import LoraPair
+from engines.lora.targets import TargetKind
+from engines.lora.weights import AdapterWeights
+
+_BLOCK_R = 16
+
+
+class SlotTables:
+    """For each module and slot: where A and B lie, the rank (0: none) and the scale."""
+
+    def __init__(self, num_modules: int, num_slots: int, max_rank: int, device: torch.device) -> None:
+        self._device = device
+        self._pointers = torch.zeros(num_modules, 2, num_slots, dtype=torch.int64, device=device)
+        self._ranks = torch.zeros(num_modules, num_slots, dtype=torch.int32, device=device)
+        self._scales = torch.zeros(num_modules, num_slots, dtype=torch.float32, device=device)
+        self._max_rank = -(-max_rank // _BLOCK_R) * _BLOCK_R
+
+    def put(self, slot: int, pairs: Mapping[int, LoraPair]) -> None:
+        """The pairs of one adapter by the module's number: contiguous, of at most `max_rank`, and to be kept for as
+        long as the slot has them.
+        """
+        pointers = torch.zeros(self._pointers.shape[:2], dtype=torch.int64)
+        ranks = torch.zeros(self._ranks.shape[0], dtype=torch.int32)
+        scales = torch.zeros(self._scales.shape[0], dtype=torch.float32)
+        for module, pair in pairs.items():
+            pointers[module, 0], pointers[module, 1] = pair.A.data_ptr(), pair.B.data_ptr()
+            ranks[module], scales[module] = pair.A.shape[0], pair.scale
+        self._ranks[:, slot] = ranks.to(self._device)
+        self._pointers[:, :, slot] = pointers.to(self._device)
+        self._scales[:, slot] = scales.to(self._device)
+
+    def clear(self, slot: int) -> None:
+        self._ranks[:, slot] = 0
+
+    def add(self, module: int, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """y [..., out] += scale * B A x [..., in], by the `slots` [T] of the rows; -1 for none."""
+        flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        rows, width = flat_x.shape
+        outputs = flat_y.shape[1]
+        pointers, ranks = self._pointers[module], self._ranks[module]
+        narrow = torch.empty(rows, self._max_rank, dtype=torch.float32, device=x.device)
+        shrink_kernel[(rows, self._max_rank // _BLOCK_R)](
+            flat_x,
+            slots,
+            pointers,
+            ranks,
+            self._scales[module],
+            narrow,
+            flat_x.stride(0),
+            narrow.stride(0),
+            pointers.shape[1],
+            IN=width,
+            BLOCK_R=_BLOCK_R,
+            BLOCK_K=256,
+        )
+        expand_kernel[(rows, -(-outputs // 128))](
+            flat_y,
+            slots,
+            pointers,
+            ranks,
+            narrow,
+            flat_y.stride(0),
+            narrow.stride(0),
+            pointers.shape[1],
+            OUT=outputs,
+            BLOCK_O=128,
+            BLOCK_R=_BLOCK_R,
+        )
+        return y
+
+
+class RowAdapters(AdapterModules):
+    """Adapters on modules that also compute row by row, while `AdapterContext.by_row` is set.
+
+    Only linear layers do. `runs_by_row` says of a slot whether it needs no other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        context: AdapterContext,
+        *,
+        adaptable: Mapping[str, TargetKind],
+        head: str | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_slots: int,
+        max_rank: int,
+    ) -> None:
+        super().__init__(model, context, adaptable=adaptable, head=head, dtype=dtype, device=device)
+        linear = sorted(path for path, kind in adaptable.items() if kind is TargetKind.LINEAR)
+        self._numbers = {path: number for number, path in enumerate(linear)}
+        self._tables = SlotTables(len(linear), num_slots, max_rank, device)
+        self._max_rank = max_rank
+        self._others: set[int] = set()
+        for path, number in self._numbers.items():
+            self.wrap_linear(path).by_row = lambda y, x, slots, number=number: self._tables.add(number, y, x, slots)
+
+    def prepare(self, weights: AdapterWeights) -> AdapterWeights:
+        prepared = super().prepare(weights)
+        pairs = {path: LoraPair(p.A.contiguous(), p.B.contiguous(), p.scale) for path, p in prepared.pairs.items()}
+        return replace(prepared, pairs=pairs)
+
+    def install(self, slot: int, adapter: AdapterWeights) -> None:
+        super().install(slot, adapter)
+        pairs = {
+            self._numbers[path]: pair
+            for path, pair in adapter.pairs.items()
+            if path in self._numbers and pair.A.shape[0] <= self._max_rank  # parts of a fused layer add up
+        }
+        self._tables.put(slot, pairs)
+        if len(pairs) < len(adapter.pairs):
+            self._others.add(slot)
+
+    def remove(self, slot: int) -> None:
+        self._tables.clear(slot)
+        self._others.discard(slot)
+        super().remove(slot)
+
+    def runs_by_row(self, slot: int) -> bool:
+        return slot not in self._others

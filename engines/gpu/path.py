@@ -1,0 +1,95 @@
+"""How a model is computed with the Triton kernels, and what is done without where one of them does not work."""
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+
+from engines.attention.interface import AttentionBackend
+from engines.batch import StepBatch
+from engines.config import EngineConfig
+from engines.errors import ModelRefused
+from engines.gpu.attention import PagedLayout, TritonBackend, is_interpreted
+from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
+from engines.gpu.lora import RowAdapters
+from engines.kv_cache import KVCache
+from engines.scheduler import Chunk
+
+logger = logging.getLogger(__name__)
+
+_INTERPRETED_PROGRAMS = 8
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+
+
+class GpuPath:
+    """`compute`: logits [R, vocab] of a batch of one-token rows, with adapters row by row.
+
+    `has_graphs`: whether decode steps may be recorded, which what a model does on the host forbids.
+    """
+
+    def __init__(
+        self, config: EngineConfig, device: torch.device, compute: Callable[[StepBatch], torch.Tensor], *, graphs: bool
+    ) -> None:
+        if device.type != "cuda" and not is_interpreted():
+            raise ModelRefused(f"attention = 'triton' needs a CUDA device, not {device}.")
+        self._config = config
+        self._device = device
+        self._compute = compute
+        self._has_graphs = graphs and config.cuda_graphs
+        self._adapters: RowAdapters | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._num_programs = _INTERPRETED_PROGRAMS
+        if device.type == "cuda":
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+            self._num_programs = count * _PROGRAMS_PER_MULTIPROCESSOR
+
+    @property
+    def is_demanded(self) -> bool:
+        return self._config.attention == "triton"
+
+    def adapter_modules(self, *args: Any, **kwargs: Any) -> RowAdapters:
+        """Arguments as of `AdapterModules`."""
+        limits: dict[str, Any] = {"num_slots": self._config.max_adapters, "max_rank": self._config.max_adapter_rank}
+        self._adapters = RowAdapters(*args, **{**kwargs, **limits})
+        return self._adapters
+
+    def allocate(self, cache: KVCache, context_length: int) -> AttentionBackend:
+        """The backend over this cache, and graphs, which are recorded when they are first needed."""
+        backend = TritonBackend(cache, num_programs=self._num_programs)
+
+        def forward(batch: StepBatch, layout: PagedLayout) -> torch.Tensor:
+            backend.use(batch, layout)
+            return self._compute(batch)
+
+        self._graphs = None
+        if self._has_graphs:
+            self._graphs = DecodeGraphs(
+                forward,
+                CudaCapture() if self._device.type == "cuda" else repeat,
+                block_size=cache.block_size,
+                width=-(-context_length // cache.block_size),
+                max_rows=self._config.max_running,
+                device=self._device,
+            )
+        return backend
+
+    def record(self) -> None:
+        """Record the graphs of all buckets now, so that no request has to wait for one."""
+        if self._graphs is not None:
+            self._graphs.capture_all()
+
+    def decode(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor] | None:
+        """The batch, and logits [rows, vocab] that hold until the next call; None where there is no graph for it."""
+        if self._graphs is None or any(chunk.length != 1 for chunk in chunks):
+            return None
+        assert self._adapters is not None
+        if not all(self._adapters.runs_by_row(chunk.sequence.slot) for chunk in chunks):
+            return None
+        return self._graphs.run(chunks)
+
+    def without_graphs(self) -> bool:
+        """Do without graphs from the next `allocate` on; False if there were none."""
+        had, self._has_graphs = self._has_graphs, False
+        return had

@@ -1,0 +1,120 @@
+"""The engine on Triton kernels and recorded decode steps: the tokens of transformers and PEFT, as elsewhere."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from engine_harness import (
+    DEVICE,
+    DrivenEngine,
+    Engines,
+    adapter,
+    assert_greedy,
+    engine_config,
+    kv_bytes,
+    prompt_of,
+    request,
+)
+
+from engines.errors import ModelRefused
+from engines.gpu.graphs import DecodeGraphs
+
+SETTINGS = {"attention": "triton", "device": DEVICE.type, "context_length": 96}
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    with Engines() as engines:
+        yield engines
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        pytest.param("qwen3-moe", marks=pytest.mark.slow),
+        "gemma2",
+        "gpt-oss",
+        pytest.param("deepseek-v3", marks=pytest.mark.slow),
+        pytest.param("qwen3-next", marks=pytest.mark.slow),
+    ],
+)
+def test_each_architecture_gives_the_tokens_of_its_plain_forward(name: str, engines: Engines) -> None:
+    engine = engines(name, **SETTINGS, max_step_tokens=24, max_step_tokens_decoding=19)
+    requests = [request(prompt_of(length), max_tokens=6, logprobs=0) for length in (1, 17, 40)]
+    for made, result in zip(requests, engine.generate(*requests), strict=True):
+        assert_greedy(name, made, result)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_adapters_and_base_in_one_batch_give_the_tokens_of_peft(cuda_graphs: bool, engines: Engines) -> None:
+    engine = engines("llama", **SETTINGS, cuda_graphs=cuda_graphs)
+    kinds = ("q-v", "all", "head", "embedding", "wide")
+    requests = [
+        request(prompt_of(20), adapter=bound, max_tokens=6, logprobs=0)
+        for bound in (None, *(adapter("llama", kind) for kind in kinds))
+    ]
+    results = engine.generate(*requests)
+    for made, result in zip(requests, results, strict=True):
+        assert_greedy("llama", made, result)
+    assert len({tuple(result.token_ids) for result in results}) == len(requests), "a change of nothing proves nothing"
+
+
+@pytest.mark.slow
+def test_preemption_and_slots_that_change_hands_change_nothing(engines: Engines) -> None:
+    settings = {"kv_cache_bytes": kv_bytes("llama", 8), "max_step_tokens": 24, "max_adapters": 2}
+    engine = engines("llama", **SETTINGS, **settings)
+    bounds = (None, *(adapter("llama", kind) for kind in ("q-v", "all", "wide")))
+    for made, result in engine.until_preempted(
+        lambda: [
+            request(prompt_of(length), adapter=bound, max_tokens=30, logprobs=0)
+            for length, bound in zip((13, 14, 15, 16), bounds, strict=True)
+        ]
+    ):
+        assert_greedy("llama", made, result)
+
+
+def test_decoding_goes_through_graphs_but_for_adapters_that_change_more_than_linear_layers(
+    engines: Engines, monkeypatch
+) -> None:
+    engine, replayed = engines("llama", **SETTINGS), []
+    run = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda self, chunks: replayed.append(len(chunks)) or run(self, chunks))
+    for bound, expected in ((None, 3), (adapter("llama", "all"), 3), (adapter("llama", "embedding"), 0)):
+        replayed.clear()
+        engine.one(request(prompt_of(20), adapter=bound, max_tokens=4))
+        # The first token comes from the prefill; the probe by which the harness waits is one token of the base.
+        assert replayed == [1] * (expected + 1)
+
+
+def test_more_rows_than_there_is_a_graph_for_are_computed_without(engines: Engines, monkeypatch) -> None:
+    monkeypatch.setattr("engines.gpu.graphs._BUCKETS", (1, 2))
+    with DrivenEngine(engine_config("llama", **SETTINGS)) as engine:
+        requests = [request(prompt_of(5, seed), max_tokens=4, logprobs=0) for seed in range(3)]
+        for made, result in zip(requests, engine.generate(*requests), strict=True):
+            assert_greedy("llama", made, result)
+
+
+def test_graphs_that_cannot_be_recorded_are_done_without(monkeypatch, caplog) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("engines.gpu.path.repeat", refuse)
+    monkeypatch.setattr("engines.gpu.path.CudaCapture", lambda: refuse)
+    with caplog.at_level(logging.WARNING), DrivenEngine(engine_config("llama", **SETTINGS)) as engine:
+        made = request(prompt_of(20), max_tokens=4, logprobs=0)
+        assert_greedy("llama", made, engine.one(made))
+    assert "is given up: operation not permitted when stream is capturing" in caplog.text
+
+
+def test_kernels_that_compute_something_else_are_refused_where_they_are_demanded(monkeypatch) -> None:
+    monkeypatch.setattr("engines.gpu.path.TritonBackend.attend", lambda self, q, k, v, attention, batch: q * 0)
+    with pytest.raises(ModelRefused, match="logits differ"):
+        DrivenEngine(engine_config("llama", **SETTINGS))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a device")
+def test_without_a_device_they_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr("engines.gpu.path.is_interpreted", lambda: False)
+    with pytest.raises(ModelRefused, match="attention = 'triton' needs a CUDA device, not cpu"):
+        DrivenEngine(engine_config("llama", **SETTINGS))
