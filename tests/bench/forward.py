@@ -72,7 +72,7 @@ def _patched(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
-def _chunk(tokens: int, first_block: int, start: int) -> Chunk:
+def chunk_of(tokens: int, first_block: int, start: int) -> Chunk:
     request = GenerateRequest("bench", tuple(7 + i % 1000 for i in range(tokens)), SamplingParams(max_tokens=1, seed=0))
     sequence = Sequence.of(request, NO_SINK)
     sequence.blocks = list(range(first_block, first_block + -(-tokens // BLOCK)))
@@ -100,10 +100,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     size = -(-(options.context + 1) // BLOCK)
     loads = {
-        f"decode, {count}": [_chunk(options.context + 1, 1 + i * size, options.context) for i in range(count)]
+        f"decode, {count}": [chunk_of(options.context + 1, 1 + i * size, options.context) for i in range(count)]
         for count in BATCHES
     }
-    loads[f"prefill, {PROMPT:,}"] = [_chunk(PROMPT, 1, 0)]
+    loads[f"prefill, {PROMPT:,}"] = [chunk_of(PROMPT, 1, 0)]
     rates: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as cache, torch.inference_mode():
         runners = {variant.name: variant.runner(options.threads, options.context, cache) for variant in VARIANTS}
