@@ -6,10 +6,11 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_bench import BLOCK, NUM_BLOCKS, Layer, text
+from engine_harness import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_files import random_model
-from test_attention import BLOCK, CPU, NUM_BLOCKS, Layer, text
 from torch import nn
 
 from engines.attention.exact import ExactBackend
@@ -163,14 +164,14 @@ def _attended(layer: Layer, length: int, ends: list[int], company: int) -> torch
     """[length, heads, v_dim] of one text that is cut at `ends`, beside some others that are computed whole."""
     torch.manual_seed(2)
     shape = LayerShape(layer.kv_heads, layer.k_dim, layer.v_dim, torch.float32)
-    backend = ExactBackend(KVCache({0: shape}, NUM_BLOCKS, BLOCK, CPU))
+    backend = ExactBackend(KVCache({0: shape}, NUM_BLOCKS, BLOCK, DEVICE))
     blocks = list(range(1 + company, NUM_BLOCKS))
     own, *others = (text(layer, size, blocks) for size in (length, 50, 33)[: 1 + company])
     parts = []
     for start, end in pairwise([0, *dict.fromkeys(ends)]):
         texts = [own, *others]
         chunks = [Chunk(own.sequence, start, end - start), *(Chunk(t.sequence, 0, len(t.q)) for t in others)]
-        batch = build_batch(chunks, BLOCK, CPU)
+        batch = build_batch(chunks, BLOCK, DEVICE)
         by_id = {t.sequence.request_id: t for t in texts}
         rows = [(by_id[c.sequence.request_id], p) for c in batch.chunks for p in range(c.start, c.end)]
         q, k, v = (torch.stack([getattr(one, name)[position] for one, position in rows]) for name in "qkv")
