@@ -20,6 +20,8 @@ class EngineConfig:
     loaded adapters; `max_adapters`: how many may be loaded at once; those beyond wait in a fair order. `exact`: results
     are bit-equal whatever the company and chunking (batch invariance); float32, and slow where the C kernels do not
     compute it, for torch then has one thread. `threads` None: the cores this process may use.
+    `tensor_parallel`: devices that share the model, a process on each; `threads`, `kv_cache_bytes` and `adapter_bytes`
+    are each one's then.
     `attention`: "native" are the C kernels for Llama-like models on a CPU, built with the machine's compiler into
     `kernel_cache`; "triton" are kernels for CUDA devices; "sdpa" is torch for all models; "auto" is what can be had of
     the others, else "sdpa". `cuda_graphs`: decode steps are recorded once and replayed, with "triton".
@@ -51,6 +53,7 @@ class EngineConfig:
     kernel_cache: str = "~/.cache/roundhouse/kernels"
     exact: bool = False
     threads: int | None = None
+    tensor_parallel: int = 1
     self_test: bool = True
 
     def __post_init__(self) -> None:
@@ -66,13 +69,22 @@ class EngineConfig:
             raise ValueError("source must name a folder, a hub id or a .gguf file, not ''.")
         if self.exact and self.dtype not in ("float32", "auto"):
             raise ValueError(f"exact needs dtype float32, not {self.dtype!r}.")
+        if self.tensor_parallel > 1 and (self.exact or self.attention == "native" or self.source.endswith(".gguf")):
+            what = "exact" if self.exact else "attention 'native'" if self.attention == "native" else "a GGUF file"
+            raise ValueError(f"tensor_parallel must be 1 with {what}, not {self.tensor_parallel!r}.")
         for name, most in _LIMITS.items():
             value = getattr(self, name)
             if value is not None and value > most:
                 raise ValueError(f"{name} must be at most {most}, not {value!r}.")
 
 
-_LIMITS = {"max_step_tokens": 1 << 20, "max_step_tokens_decoding": 1 << 20, "max_running": 1 << 16, "threads": 1024}
+_LIMITS = {
+    "max_step_tokens": 1 << 20,
+    "max_step_tokens_decoding": 1 << 20,
+    "max_running": 1 << 16,
+    "threads": 1024,
+    "tensor_parallel": 64,
+}
 
 _POSITIVE = (
     "context_length",
@@ -90,4 +102,5 @@ _POSITIVE = (
     "adapter_loaders",
     "adapter_load_timeout_s",
     "threads",
+    "tensor_parallel",
 )

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers.distributed import DistributedConfig
 
 from engines.attention import recurrent
 from engines.config import EngineConfig
@@ -33,10 +35,14 @@ class LoadedModel:
 def load_model(config: EngineConfig) -> LoadedModel:
     """Raises `ModelRefused` for a source that is no model and for layers that this engine does not know."""
     device = pick_device(config.device)
+    if config.tensor_parallel > 1 and device.type == "cuda":
+        device = torch.device("cuda", dist.get_rank())
     folder, gguf_file = split_gguf(config.source)
     options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     if gguf_file is not None:
         options = {"gguf_file": gguf_file}
+    if config.tensor_parallel > 1:
+        options["distributed_config"] = DistributedConfig(tp_size=config.tensor_parallel)
     try:
         hf_config = AutoConfig.from_pretrained(folder, **options)
         check_layer_types(hf_config.get_text_config())
@@ -46,7 +52,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
             options["quantization_config"] = GgufConfig(dequantize=True)
         dtype = _dtype(config, hf_config)
         logger.info("loading %s as %s on %s", config.source, dtype, device)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+        if config.tensor_parallel == 1:  # else each process' part lies on its device
+            model = model.to(device)
     except (OSError, ValueError, KeyError) as exc:
         raise ModelRefused(f"{config.source!r} cannot be loaded: {exc}") from exc
     model.requires_grad_(False)

@@ -28,6 +28,7 @@ from engines.model_loader import LoadedModel
 from engines.native.adapters import NativeAdapters
 from engines.native.install import NativeModel, install_kernels
 from engines.packed_linear import pack_linears
+from engines.parallel.shards import Shards
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.scheduler import Chunk
 from engines.sequence import Sequence
@@ -48,7 +49,10 @@ class ModelRunner:
 
     repeatable = True
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, threads: int = 1) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, *, threads: int = 1, shards: Shards | None = None
+    ) -> None:
+        """`shards`: which part of the model `loaded` is, if it is not all of it."""
         register()
         self.targets = LoraTargets.of(loaded.model)
         self._model: Any = loaded.model
@@ -66,16 +70,20 @@ class ModelRunner:
                 f"{loaded.config.model_type}: exact is set, and layers that carry a state from token to token sum up "
                 "in an order that depends on the chunks."
             )
+        if self.has_states and shards is not None:
+            raise ModelRefused(
+                f"{loaded.config.model_type}: layers that carry a state from token to token are not split over devices."
+            )
         probe = ShapeProbe()
         self._backend: AttentionBackend = probe
         chunk = _probe_chunk([1])
         adaptable = adaptable_targets(
-            loaded.model, self.targets, run=lambda: self.forward([chunk]), num_tokens=PROBE_TOKENS
+            loaded.model, self.targets, run=lambda: self.forward([chunk]), num_tokens=PROBE_TOKENS, shards=shards
         )
         self.state_bytes = state_bytes(chunk.sequence)
         self.shapes: dict[int, LayerShape] = probe.shapes
         self._context_length = config.context_length or loaded.context_length
-        self._gpu = self._gpu_path(loaded, config)
+        self._gpu = self._gpu_path(loaded, config, by_row=shards is None and not self.has_states)
         adapter_modules = AdapterModules if self._gpu is None else self._gpu.adapter_modules
         others = adapter_modules(
             loaded.model,
@@ -84,8 +92,11 @@ class ModelRunner:
             head=self.targets.head,
             dtype=loaded.dtype,
             device=loaded.device,
+            shards=shards,
         )
         self.adapters: AdapterModules | NativeAdapters = others
+        if shards is not None:  # what takes the place of a layer below would take the place of its exchange too
+            return
         self._native = install_kernels(loaded, probe.attention, config, threads=threads)
         if self._native is not None:  # exact as they are
             decoder = self._native.decoder
@@ -155,7 +166,8 @@ class ModelRunner:
         return build_batch(chunks, self._block_size, self._device, row_multiple=TILE_ROWS if self._exact else 1)
 
     def _run(self, batch: StepBatch, logit_rows: torch.Tensor) -> torch.Tensor:
-        self._context.set(batch)
+        tiles = None if self._gpu is None else self._gpu.tiles(batch)
+        self._context.set(batch, by_row=tiles is not None, tiles=tiles)
         count = logit_rows.shape[0]
         if self._exact:
             logit_rows = F.pad(logit_rows, (0, -count % TILE_ROWS))
@@ -179,7 +191,7 @@ class ModelRunner:
         self._context.set(batch, by_row=True)
         return self._compute(batch, batch.logit_rows)
 
-    def _gpu_path(self, loaded: LoadedModel, config: EngineConfig) -> "GpuPath | None":
+    def _gpu_path(self, loaded: LoadedModel, config: EngineConfig, *, by_row: bool) -> "GpuPath | None":
         """Raises `ModelRefused` where the Triton kernels are demanded and cannot be had."""
         is_demanded = config.attention == "triton"
         if config.exact or not (is_demanded or (config.attention == "auto" and loaded.device.type == "cuda")):
@@ -191,7 +203,7 @@ class ModelRunner:
                 raise ModelRefused(f"attention = 'triton' is not possible here: {exc}") from exc
             logger.warning("computing with torch alone, not with Triton kernels: %s", exc)
             return None
-        return GpuPath(config, loaded.device, self._compute_rows, graphs=not self.has_states)
+        return GpuPath(config, loaded.device, self._compute_rows, by_row=by_row)
 
 
 def _by_request(batch: StepBatch, logits: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -44,8 +44,8 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sample
     params = [sequence.request.sampling for sequence in sequences]
     logits = _penalise(logits, sequences, params)
     best, ids = logits.max(dim=-1)  # NaN wins a max, so this also shows rows that are not finite
-    finite = torch.isfinite(best).tolist()
-    chosen: list[int] = ids.tolist()
+    # One transfer: each would wait for a device.
+    finite, chosen = torch.stack((torch.isfinite(best).long(), ids)).tolist()
     drawn = [row for row, p in enumerate(params) if p.temperature > 0 and finite[row]]
     if drawn:
         for row, token_id in zip(drawn, _draw(logits, drawn, sequences), strict=True):

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
-from engines import self_test
+from engines.assembly import AssembledModel, assemble_model
 from engines.block_pool import BlockPool
 from engines.config import EngineConfig
-from engines.cores import available_cores
 from engines.delivery import deliver
-from engines.errors import EngineError, EngineStopped, ModelRefused, QueueFull, RequestRefused
-from engines.kv_cache import blocks_for, free_memory
-from engines.loop import Emit, EngineLoop, Event
+from engines.errors import EngineError, EngineStopped, QueueFull, RequestRefused
+from engines.loop import Emit, EngineLoop, Event, Runner
 from engines.lora.cache import AdapterCache, HostAdapter
+from engines.lora.targets import LoraTargets
 from engines.lora.weights import read_adapter
-from engines.model_loader import LoadedModel, load_model
-from engines.model_runner import ModelRunner
 from engines.pace import PrefillPace
+from engines.parallel.group import TensorGroup
+from engines.parallel.leader import LeadingModules, LeadingRunner
 from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink
 from engines.scheduler import Scheduler
 from engines.sequence import Sequence
@@ -74,6 +73,8 @@ class TorchEngine:
         # The loop's last events come through the event loop before the end of this wait does.
         await asyncio.to_thread(thread.join)
         parts.adapters.close()
+        if parts.group is not None:
+            await asyncio.to_thread(parts.group.close)
         self._parts = None
 
     def submit(self, request: GenerateRequest, sink: OutputSink) -> None:
@@ -127,6 +128,7 @@ class _Parts:
     pool: BlockPool
     facts: ModelFacts
     threads: int
+    group: TensorGroup | None
 
     def run(self) -> None:
         # A setting of the calling thread, but one that another thread's call replaces until this one has used it.
@@ -147,7 +149,7 @@ class _Parts:
             adapter_slots_pinned=self.adapters.num_pinned,
             adapters=self.adapters.resident,
             stalled_s=0.0 if loop.scheduler.is_idle else time.monotonic() - loop.last_progress,
-            failed=loop.failed,
+            failed=loop.failed or (self.group is not None and self.group.lost),
             counters={
                 **asdict(loop.counters),
                 "preemptions": loop.scheduler.preemptions,
@@ -158,30 +160,34 @@ class _Parts:
 
 def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped], None]) -> _Parts:
     """Load, verify and size everything. Takes as long as loading the model; runs on a thread of its own."""
-    cores = config.threads or available_cores()
-    threads = 1 if config.exact else cores  # of torch, which cuts sums between threads
-    torch.set_num_threads(threads)
-    with torch.inference_mode():
-        loaded = load_model(config)
-        context_length = _context_length(config, loaded)
-        test = self_test.prepare(loaded, context_length) if config.self_test else None
-        runner = ModelRunner(loaded, config, threads=cores)
-        if test is not None:
-            _check_model(test, runner, loaded, config)
-        num_blocks = blocks_for(
-            runner.shapes,
-            config.block_size,
-            budget_bytes=_kv_budget(config, loaded, runner),
-            context_length=context_length,
-            max_running=config.max_running,
-        )
-        runner.allocate(num_blocks)
-        runner.warm_up()
-    pool = BlockPool(num_blocks, config.block_size)
+    group = TensorGroup(config) if config.tensor_parallel > 1 else None
+    try:
+        with torch.inference_mode():
+            model = assemble_model(config)
+        return _put_together(config, model, group, emit, on_end)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def _put_together(
+    config: EngineConfig,
+    model: AssembledModel,
+    group: TensorGroup | None,
+    emit: Emit,
+    on_end: Callable[[EngineStopped], None],
+) -> _Parts:
+    runner: Runner = model.runner
+    modules: Any = model.runner.adapters
+    if group is not None:
+        runner = LeadingRunner(model.runner, group, config.block_size)
+        modules = LeadingModules(modules, group)
+    pool = BlockPool(model.num_blocks, config.block_size)
     loops: list[EngineLoop] = []
     adapters: AdapterCache[Any] = AdapterCache(
-        load=lambda adapter: _read(adapter, runner, config),
-        modules=runner.adapters,
+        load=lambda adapter: _read(adapter, model.runner.targets, modules, config),
+        modules=modules,
         max_slots=config.max_adapters,
         byte_budget=config.adapter_bytes,
         loaders=config.adapter_loaders,
@@ -194,57 +200,25 @@ def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped]
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
         max_step_tokens_decoding=config.max_step_tokens_decoding,
-        prefix_cache=config.prefix_cache and not runner.has_states,
+        prefix_cache=config.prefix_cache and not model.runner.has_states,
     )
     pace = PrefillPace(config.max_step_tokens_decoding, config.prefill_ratio)
     loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end, pace))
-    facts = ModelFacts(loaded.vocab_size, context_length, (num_blocks - 1) * config.block_size)
-    return _Parts(loops[0], adapters, pool, facts, threads)
-
-
-def _check_model(test: self_test.SelfTest, runner: ModelRunner, loaded: LoadedModel, config: EngineConfig) -> None:
-    """Raises `ModelRefused` for a model that would not be served exactly, whatever is done without."""
-    while True:
-        try:
-            self_test.check(test, runner, loaded, config)
-        except Exception as exc:  # whatever a compiler or a driver raises
-            if not runner.fall_back():
-                raise
-            logger.warning("what computes %s on %s is given up: %s", config.source, loaded.device, exc, exc_info=True)
-        else:
-            break
-    if config.exact:
-        self_test.check_exact(test, runner, loaded, config)
+    capacity = (model.num_blocks - 1) * config.block_size
+    facts = ModelFacts(model.loaded.vocab_size, model.context_length, capacity)
+    return _Parts(loops[0], adapters, pool, facts, model.threads, group)
 
 
 def _do_nothing(loop: EngineLoop) -> None:
     """A command that only wakes the loop."""
 
 
-def _read(adapter: Adapter, runner: ModelRunner, config: EngineConfig) -> HostAdapter:
+def _read(adapter: Adapter, targets: LoraTargets, modules: Any, config: EngineConfig) -> HostAdapter:
     """On a loader's thread, whose torch must not take cores from the loop."""
     torch.set_num_threads(1)
     limits = {"max_rank": config.max_adapter_rank, "max_bytes": config.max_adapter_file_bytes}
-    return runner.adapters.prepare(read_adapter(adapter, runner.targets, **limits))
-
-
-def _kv_budget(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner) -> int:
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
-    free = int(free_memory(loaded.device) * config.memory_fraction)
-    return max(0, free - config.max_running * runner.state_bytes)
-
-
-def _context_length(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Raises `ModelRefused` when more is asked for than the model was made for."""
-    if config.context_length is None:
-        return loaded.context_length
-    if config.context_length > loaded.context_length:
-        raise ModelRefused(
-            f"context_length = {config.context_length} is more than the {loaded.context_length} tokens that "
-            f"{config.source!r} was made for."
-        )
-    return config.context_length
+    prepared: HostAdapter = modules.prepare(read_adapter(adapter, targets, **limits))
+    return prepared
 
 
 def _check(request: GenerateRequest, facts: ModelFacts) -> None:

@@ -8,7 +8,8 @@ can be set, with its defaults:
       source: /models/qwen3-8b     # a folder, a .gguf file or a hub id; required (see `paths.py` for relative ones)
       engine: torch                # or fake: a deterministic engine without a model, to try a configuration out
       cpus_per_replica: 1          # what Ray reserves; fractions too
-      gpus_per_replica: 0          # 0: on the CPU; a fraction shares a device; 1: a device of its own
+      gpus_per_replica: 0          # 0: on the CPU; a fraction shares a device; 1: a device of its own; 2 and more: the
+                                   # model is split over that many devices of a machine (tensor_parallel)
       accelerator_type: null       # a Ray accelerator type, such as H200
       replicas:
         min: 1                     # 0: the model goes to sleep without requests and wakes with the next
@@ -94,7 +95,7 @@ class ModelArgs(_Section):
     source: Text
     engine: Literal["torch", "fake"] = "torch"
     cpus_per_replica: Annotated[float, Field(ge=0, le=1024, strict=False)] = 1.0
-    gpus_per_replica: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+    gpus_per_replica: Annotated[float, Field(ge=0, le=64, strict=False)] = 0.0
     accelerator_type: Text | None = None
     replicas: ReplicaCounts = ReplicaCounts()
     load_factor: Annotated[float, Field(ge=1, le=100, strict=False)] = 1.5
@@ -127,7 +128,17 @@ class ModelArgs(_Section):
     kernel_cache: Text = "~/.cache/roundhouse/kernels"
     exact: bool = False
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     self_test: bool = True
+
+    @model_validator(mode="after")
+    def _devices_are_whole(self) -> Self:
+        gpus = self.gpus_per_replica
+        if gpus > 1 and gpus != int(gpus):
+            raise Complaint("must be a whole number above 1", gpus, ".gpus_per_replica")
+        if self.tensor_parallel > 1 and gpus not in (0, self.tensor_parallel):
+            raise Complaint("must be as many as gpus_per_replica", self.tensor_parallel, ".tensor_parallel")
+        return self
 
     @property
     def capacity(self) -> int:
@@ -145,6 +156,7 @@ class ModelArgs(_Section):
         settings = {name: getattr(self, name) for name in names}
         settings["source"] = resolve_source(self.source)
         settings["kernel_cache"] = resolve_path(self.kernel_cache)
+        settings["tensor_parallel"] = max(self.tensor_parallel, int(self.gpus_per_replica))
         settings["device"] = "cuda" if self.gpus_per_replica else "cpu"
         try:
             return EngineConfig(**settings)

@@ -18,6 +18,7 @@ from engine_harness import (
 
 from engines.errors import ModelRefused
 from engines.gpu.graphs import DecodeGraphs
+from engines.gpu.lora import SlotTables
 
 SETTINGS = {"attention": "triton", "device": DEVICE.type, "context_length": 96}
 
@@ -105,6 +106,15 @@ def test_graphs_that_cannot_be_recorded_are_done_without(monkeypatch, caplog) ->
         made = request(prompt_of(20), max_tokens=4, logprobs=0)
         assert_greedy("llama", made, engine.one(made))
     assert "is given up: operation not permitted when stream is capturing" in caplog.text
+
+
+def test_products_of_adapters_that_are_wrong_are_done_without(monkeypatch, caplog) -> None:
+    add = SlotTables.add
+    monkeypatch.setattr(SlotTables, "add", lambda *args: add(*args) * 1.1)
+    with caplog.at_level(logging.WARNING), DrivenEngine(engine_config("llama", **SETTINGS)) as engine:
+        made = request(prompt_of(20), adapter=adapter("llama", "all"), max_tokens=4, logprobs=0)
+        assert_greedy("llama", made, engine.one(made))
+    assert "adapters are computed one by one" in caplog.text
 
 
 def test_kernels_that_compute_something_else_are_refused_where_they_are_demanded(monkeypatch) -> None:

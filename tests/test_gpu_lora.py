@@ -4,10 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engine_harness import DEVICE
+from engine_harness import DEVICE, request
 
-from engines.gpu.lora import SlotTables
+from engines.gpu.lora import SlotTables, tiles_of
 from engines.lora.pairs import LoraPair
+from engines.model_runner import NO_SINK
+from engines.scheduler import Chunk
+from engines.sequence import Sequence
 
 SLOTS, MODULES, MAX_RANK = 4, 2, 48
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -23,6 +26,16 @@ def _without_gradients() -> Iterator[None]:
 def pair(rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> LoraPair:
     A, B = torch.randn(rank, inputs), torch.randn(outputs, rank)
     return LoraPair(A.to(DEVICE, dtype), B.to(DEVICE, dtype), scale=0.3 * rank)
+
+
+def on_device(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def chunk(slot: int, length: int) -> Chunk:
+    sequence = Sequence.of(request([0] * length), NO_SINK)
+    sequence.slot = slot
+    return Chunk(sequence, 0, length)
 
 
 def expected(y: torch.Tensor, x: torch.Tensor, by_row: list[LoraPair | None]) -> torch.Tensor:
@@ -45,16 +58,34 @@ def test_each_row_gets_its_own_adapter_at_its_own_rank(inputs: int, outputs: int
     x = torch.randn(len(slots), inputs).to(DEVICE, dtype)
     y = torch.randn(len(slots), outputs).to(DEVICE, dtype)
     want = expected(y, x, [by_slot[slot] for slot in slots])
-    found = tables.add(1, y[None].clone(), x[None], torch.tensor(slots, dtype=torch.int32, device=DEVICE))[0]
+    found = tables.add(1, y[None].clone(), x[None], on_device(slots))[0]
     error = (found.double() - want).norm() / want.norm()
     assert float(error) < TOLERANCE[dtype]
     assert torch.equal(found[1], y[1])
     assert torch.equal(found[4], y[4])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE.type == "cuda" else torch.float16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (300, 130), (5, 3)])
+def test_each_stretch_gets_its_own_adapter_at_its_own_rank(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    tables = SlotTables(1, SLOTS, MAX_RANK, DEVICE)
+    pairs = [pair(rank, inputs, outputs, dtype) for rank in (1, 17, 48)]
+    for slot, one in enumerate(pairs):
+        tables.put(slot, {0: one})
+    chunks = [chunk(slot, length) for slot, length in ((2, 1), (-1, 40), (0, 33), (3, 5), (1, 64), (1, 2))]
+    slots = [one.sequence.slot for one in chunks for _ in range(one.length)]
+    x = torch.randn(len(slots), inputs).to(DEVICE, dtype)
+    y = torch.randn(len(slots), outputs).to(DEVICE, dtype)
+    want = expected(y, x, [pairs[slot] if 0 <= slot < 3 else None for slot in slots])  # slot 3 is empty
+    found = tables.add(0, y.clone(), x, on_device(slots), tiles_of(chunks, DEVICE))
+    assert float((found.double() - want).norm() / want.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
+    untouched = torch.tensor([slot in (-1, 3) for slot in slots])
+    assert torch.equal(found[untouched], y[untouched])
+
+
 def test_a_cleared_slot_adds_nothing_and_a_new_adapter_takes_its_place() -> None:
     tables = SlotTables(1, SLOTS, MAX_RANK, DEVICE)
-    slots = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    slots = on_device([2])
     x, y = torch.randn(1, 8, device=DEVICE), torch.zeros(1, 8, device=DEVICE)
     old, new = pair(4, 8, 8, torch.float32), pair(2, 8, 8, torch.float32)
     tables.put(2, {0: old})

@@ -20,7 +20,13 @@ NOT_ARGUMENTS = {"source", "device"}
         ({"max_runing": 3}, "max_runing is not a known key, got 3."),
         ({"id": None}, "id must be a string, got null."),
         ({"engine": "vllm"}, "engine must be 'torch' or 'fake', got \"vllm\"."),
-        ({"gpus_per_replica": 2}, "gpus_per_replica must be at most 1, got 2."),
+        ({"gpus_per_replica": 65}, "gpus_per_replica must be at most 64, got 65."),
+        ({"gpus_per_replica": 1.5}, "gpus_per_replica must be a whole number above 1, got 1.5."),
+        (
+            {"gpus_per_replica": 2, "tensor_parallel": 4},
+            "tensor_parallel must be as many as gpus_per_replica, got 4.",
+        ),
+        ({"tensor_parallel": 2, "exact": True}, "tensor_parallel must be 1 with exact, not 2."),
         ({"max_running": 0}, "max_running must be at least 1, got 0."),
         ({"max_running": True}, "max_running must be an integer, got true."),
         ({"replicas": {"min": 3, "max": 2}}, "replicas.min must be at most max, which is 2, got 3."),
@@ -62,9 +68,12 @@ def test_settings_reach_the_engine():
     assert config.exact
 
 
-@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (0.5, "cuda"), (1, "cuda")])
-def test_the_device_follows_from_what_ray_reserves(gpus, device):
-    assert parse_model_args({**MINIMAL, "gpus_per_replica": gpus}).engine_config().device == device
+@pytest.mark.parametrize(
+    ("gpus", "device", "tensor_parallel"), [(0, "cpu", 1), (0.5, "cuda", 1), (1, "cuda", 1), (2, "cuda", 2)]
+)
+def test_the_devices_follow_from_what_ray_reserves(gpus, device, tensor_parallel):
+    config = parse_model_args({**MINIMAL, "gpus_per_replica": gpus}).engine_config()
+    assert (config.device, config.tensor_parallel) == (device, tensor_parallel)
 
 
 def test_the_fake_engine_takes_the_limits_of_the_model():

@@ -3,7 +3,8 @@
 Attention is FlashAttention's online softmax (Dao et al. 2022) over block tables (PagedAttention, Kwon et al. 2023);
 where there are few queries, K and V are split over programs and merged afterwards (Flash-Decoding, Dao et al. 2023).
 The query heads that share K and V are rows of one product. Adapters by row are Punica's (Chen et al. 2023), with a
-table of pointers in place of stacked weights: ranks need no padding, and loading an adapter copies nothing.
+table of pointers in place of stacked weights: ranks need no padding, and loading an adapter copies nothing. Where many
+rows in a row have the same adapter, as in a prefill, they are multiplied by tiles (SGMV, in the same paper).
 
 Nothing beyond a sequence's length is read, so what other sequences left in a block takes no part, not even as NaN.
 All arithmetic is in float32; sums over K and V are taken in the order of the tiles.
@@ -263,3 +264,90 @@ def expand_kernel(
                 acc += tl.sum(b.to(tl.float32) * narrow[None, :], 1)
             y = tl.load(y_ptr + row * y_row_stride + o, mask=o < OUT, other=0.0).to(tl.float32)
             tl.store(y_ptr + row * y_row_stride + o, (y + acc).to(y_ptr.dtype.element_ty), mask=o < OUT)
+
+
+@triton.jit
+def shrink_tiles_kernel(
+    x_ptr,
+    tiles_ptr,
+    slots_ptr,
+    pointers_ptr,
+    ranks_ptr,
+    scales_ptr,
+    narrow_ptr,
+    x_row_stride,
+    narrow_stride,
+    IN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """As `shrink_kernel`, for tiles [n, 2] of up to ROWS consecutive rows of one slot: the first, and how many."""
+    first = tl.load(tiles_ptr + 2 * tl.program_id(0))
+    count = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+    slot = tl.load(slots_ptr + first)
+    rank = tl.load(ranks_ptr + slot)
+    if tl.program_id(1) * BLOCK_R < rank:
+        m = tl.arange(0, ROWS)
+        row = (first + m).to(tl.int64)
+        r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        a_ptr = tl.load(pointers_ptr + slot).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        acc = tl.zeros([ROWS, BLOCK_R], tl.float32)
+        for start in range(0, IN, BLOCK_K):
+            i = start + tl.arange(0, BLOCK_K)
+            x = tl.load(
+                x_ptr + row[:, None] * x_row_stride + i[None, :],
+                mask=(m[:, None] < count) & (i[None, :] < IN),
+                other=0.0,
+            )
+            a = tl.load(a_ptr + r[None, :] * IN + i[:, None], mask=(r[None, :] < rank) & (i[:, None] < IN), other=0.0)
+            acc += tl.dot(x, a, input_precision="ieee")
+        tl.store(
+            narrow_ptr + row[:, None] * narrow_stride + r[None, :],
+            acc * tl.load(scales_ptr + slot),
+            mask=(m[:, None] < count) & (r[None, :] < rank),
+        )
+
+
+@triton.jit
+def expand_tiles_kernel(
+    y_ptr,
+    tiles_ptr,
+    slots_ptr,
+    pointers_ptr,
+    ranks_ptr,
+    narrow_ptr,
+    y_row_stride,
+    narrow_stride,
+    num_slots,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """As `expand_kernel`, for tiles."""
+    first = tl.load(tiles_ptr + 2 * tl.program_id(0))
+    count = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+    slot = tl.load(slots_ptr + first)
+    rank = tl.load(ranks_ptr + slot)
+    if rank > 0:
+        m = tl.arange(0, ROWS)
+        row = (first + m).to(tl.int64)
+        o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+        b_ptr = tl.load(pointers_ptr + num_slots + slot).to(tl.pointer_type(y_ptr.dtype.element_ty))
+        acc = tl.zeros([ROWS, BLOCK_O], tl.float32)
+        for start in range(0, rank, BLOCK_R):
+            r = start + tl.arange(0, BLOCK_R)
+            narrow = tl.load(
+                narrow_ptr + row[:, None] * narrow_stride + r[None, :],
+                mask=(m[:, None] < count) & (r[None, :] < rank),
+                other=0.0,
+            )
+            b = tl.load(
+                b_ptr + o[None, :] * rank + r[:, None], mask=(o[None, :] < OUT) & (r[:, None] < rank), other=0.0
+            )
+            acc += tl.dot(narrow.to(b.dtype), b, input_precision="ieee")
+        place = y_ptr + row[:, None] * y_row_stride + o[None, :]
+        is_own = (m[:, None] < count) & (o[None, :] < OUT)
+        y = tl.load(place, mask=is_own, other=0.0).to(tl.float32)
+        tl.store(place, (y + acc).to(y_ptr.dtype.element_ty), mask=is_own)

@@ -3,19 +3,36 @@ has the same shape whichever adapters its rows have, as a CUDA graph needs it.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
-from engines.gpu.kernels import expand_kernel, shrink_kernel
+from engines.gpu.kernels import expand_kernel, expand_tiles_kernel, shrink_kernel, shrink_tiles_kernel
 from engines.lora.apply import AdapterModules
 from engines.lora.context import AdapterContext
 from engines.lora.pairs import LoraPair
 from engines.lora.targets import TargetKind
 from engines.lora.weights import AdapterWeights
+from engines.parallel.shards import Shards
+from engines.scheduler import Chunk
+from engines.sequence import NO_SLOT
 
 _BLOCK_R = 16
+TILE_ROWS = 32
+
+
+def tiles_of(chunks: SequenceOf[Chunk], device: torch.device) -> torch.Tensor:
+    """[n, 2] int32: the first row and the number of rows of each tile, up to `TILE_ROWS` of a chunk with an adapter."""
+    tiles, row = [], 0
+    for chunk in chunks:
+        if chunk.sequence.slot != NO_SLOT:
+            ends = row + chunk.length
+            tiles += [(first, min(TILE_ROWS, ends - first)) for first in range(row, ends, TILE_ROWS)]
+        row += chunk.length
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(device)
 
 
 class SlotTables:
@@ -45,13 +62,49 @@ class SlotTables:
     def clear(self, slot: int) -> None:
         self._ranks[:, slot] = 0
 
-    def add(self, module: int, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """y [..., out] += scale * B A x [..., in], by the `slots` [T] of the rows; -1 for none."""
+    def add(
+        self, module: int, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """y [..., out] += scale * B A x [..., in], by the `slots` [T] of the rows; -1 for none. `tiles` as of
+        `tiles_of`, if there are any.
+        """
         flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         rows, width = flat_x.shape
         outputs = flat_y.shape[1]
         pointers, ranks = self._pointers[module], self._ranks[module]
         narrow = torch.empty(rows, self._max_rank, dtype=torch.float32, device=x.device)
+        if tiles is not None:
+            shrink_tiles_kernel[(tiles.shape[0], self._max_rank // _BLOCK_R)](
+                flat_x,
+                tiles,
+                slots,
+                pointers,
+                ranks,
+                self._scales[module],
+                narrow,
+                flat_x.stride(0),
+                narrow.stride(0),
+                IN=width,
+                ROWS=TILE_ROWS,
+                BLOCK_R=_BLOCK_R,
+                BLOCK_K=64,
+            )
+            expand_tiles_kernel[(tiles.shape[0], -(-outputs // 64))](
+                flat_y,
+                tiles,
+                slots,
+                pointers,
+                ranks,
+                narrow,
+                flat_y.stride(0),
+                narrow.stride(0),
+                pointers.shape[1],
+                OUT=outputs,
+                ROWS=TILE_ROWS,
+                BLOCK_O=64,
+                BLOCK_R=_BLOCK_R,
+            )
+            return y
         shrink_kernel[(rows, self._max_rank // _BLOCK_R)](
             flat_x,
             slots,
@@ -97,17 +150,18 @@ class RowAdapters(AdapterModules):
         head: str | None,
         dtype: torch.dtype,
         device: torch.device,
+        shards: Shards | None = None,
         num_slots: int,
         max_rank: int,
     ) -> None:
-        super().__init__(model, context, adaptable=adaptable, head=head, dtype=dtype, device=device)
+        super().__init__(model, context, adaptable=adaptable, head=head, dtype=dtype, device=device, shards=shards)
         linear = sorted(path for path, kind in adaptable.items() if kind is TargetKind.LINEAR)
         self._numbers = {path: number for number, path in enumerate(linear)}
         self._tables = SlotTables(len(linear), num_slots, max_rank, device)
         self._max_rank = max_rank
         self._others: set[int] = set()
         for path, number in self._numbers.items():
-            self.wrap_linear(path).by_row = lambda y, x, slots, number=number: self._tables.add(number, y, x, slots)
+            self.wrap_linear(path).by_row = partial(self._tables.add, number)
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
         prepared = super().prepare(weights)
@@ -132,3 +186,20 @@ class RowAdapters(AdapterModules):
 
     def runs_by_row(self, slot: int) -> bool:
         return slot not in self._others
+
+
+def check_tables(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises what the kernels raise on this device, and `RuntimeError` when they are wrong."""
+    generator = torch.Generator().manual_seed(0)
+    A, B, x = (torch.randn(size, generator=generator).to(device, dtype) for size in ((8, 80), (48, 8), (40, 80)))
+    tables = SlotTables(1, 2, 8, device)
+    tables.put(1, {0: LoraPair(A, B, 0.5)})
+    slots = torch.tensor([-1] + [1] * 39, dtype=torch.int32, device=device)
+    tiles = torch.tensor([[1, TILE_ROWS], [1 + TILE_ROWS, 39 - TILE_ROWS]], dtype=torch.int32, device=device)
+    expected = 0.5 * (x.float() @ A.float().T) @ B.float().T
+    expected[0] = 0
+    for stretches in (None, tiles):
+        found = tables.add(0, torch.zeros(40, 48, dtype=dtype, device=device), x, slots, stretches).float()
+        difference = float((found - expected).norm() / expected.norm())
+        if not difference < 0.02:  # NaN is not
+            raise RuntimeError(f"the products of adapters differ by {difference:.3g} (relative)")

@@ -13,7 +13,7 @@ from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout, TritonBackend, is_interpreted
 from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
-from engines.gpu.lora import RowAdapters
+from engines.gpu.lora import RowAdapters, check_tables, tiles_of
 from engines.kv_cache import KVCache
 from engines.scheduler import Chunk
 
@@ -26,18 +26,20 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 class GpuPath:
     """`compute`: logits [R, vocab] of a batch of one-token rows, with adapters row by row.
 
-    `has_graphs`: whether decode steps may be recorded, which what a model does on the host forbids.
+    `by_row`: whether adapters can go row by row, and so decode steps be recorded: not where layers get some of the rows
+    only, or a part of the inputs.
     """
 
     def __init__(
-        self, config: EngineConfig, device: torch.device, compute: Callable[[StepBatch], torch.Tensor], *, graphs: bool
+        self, config: EngineConfig, device: torch.device, compute: Callable[[StepBatch], torch.Tensor], *, by_row: bool
     ) -> None:
         if device.type != "cuda" and not is_interpreted():
             raise ModelRefused(f"attention = 'triton' needs a CUDA device, not {device}.")
         self._config = config
         self._device = device
         self._compute = compute
-        self._has_graphs = graphs and config.cuda_graphs
+        self._by_row = by_row
+        self._has_graphs = by_row and config.cuda_graphs
         self._adapters: RowAdapters | None = None
         self._graphs: DecodeGraphs | None = None
         self._num_programs = _INTERPRETED_PROGRAMS
@@ -53,6 +55,7 @@ class GpuPath:
         """Arguments as of `AdapterModules`."""
         limits: dict[str, Any] = {"num_slots": self._config.max_adapters, "max_rank": self._config.max_adapter_rank}
         self._adapters = RowAdapters(*args, **{**kwargs, **limits})
+        self._dtype: torch.dtype = kwargs["dtype"]
         return self._adapters
 
     def allocate(self, cache: KVCache, context_length: int) -> AttentionBackend:
@@ -76,18 +79,35 @@ class GpuPath:
         return backend
 
     def record(self) -> None:
-        """Record the graphs of all buckets now, so that no request has to wait for one."""
+        """Record the graphs of all buckets now, so that no request has to wait for one. Before that, find out whether
+        adapters work: the self-test has none.
+        """
+        try:
+            if self._by_row:
+                check_tables(self._dtype, self._device)
+        except Exception:  # whatever a compiler or a driver raises
+            logger.warning("adapters are computed one by one, and without graphs", exc_info=True)
+            self._by_row, self._graphs = False, None
         if self._graphs is not None:
             self._graphs.capture_all()
 
     def decode(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor] | None:
         """The batch, and logits [rows, vocab] that hold until the next call; None where there is no graph for it."""
-        if self._graphs is None or any(chunk.length != 1 for chunk in chunks):
-            return None
-        assert self._adapters is not None
-        if not all(self._adapters.runs_by_row(chunk.sequence.slot) for chunk in chunks):
+        if self._graphs is None or any(chunk.length != 1 for chunk in chunks) or not self.runs_by_row(chunks):
             return None
         return self._graphs.run(chunks)
+
+    def runs_by_row(self, chunks: SequenceOf[Chunk]) -> bool:
+        """Whether the adapters of these chunks change nothing but linear layers."""
+        adapters = self._adapters
+        assert adapters is not None
+        return self._by_row and all(adapters.runs_by_row(chunk.sequence.slot) for chunk in chunks)
+
+    def tiles(self, batch: StepBatch) -> torch.Tensor | None:
+        """As of `lora.tiles_of`; None where the adapters of the batch are to be computed one by one."""
+        if batch.slots is None or not self.runs_by_row(batch.chunks):
+            return None
+        return tiles_of(batch.chunks, self._device)
 
     def without_graphs(self) -> bool:
         """Do without graphs from the next `allocate` on; False if there were none."""

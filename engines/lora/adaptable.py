@@ -13,10 +13,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from engines.lora.targets import LoraTargets, TargetKind
+from engines.parallel.shards import Shards
 
 
 def adaptable_targets(
-    model: nn.Module, targets: LoraTargets, *, run: Callable[[], object], num_tokens: int
+    model: nn.Module,
+    targets: LoraTargets,
+    *,
+    run: Callable[[], object],
+    num_tokens: int,
+    shards: Shards | None = None,
 ) -> dict[str, TargetKind]:
     """Paths as in `LoraTargets`. `run` has the model compute `num_tokens` tokens, and logits of one of them."""
     watch = _Watch(num_tokens)
@@ -25,7 +31,8 @@ def adaptable_targets(
     for path, target in targets.targets.items():
         module = modules[path.rpartition(".")[0] if target.kind is TargetKind.EXPERTS else path]
         if target.kind is not TargetKind.EXPERTS or hasattr(module, "has_gate"):
-            handles.append(module.register_forward_pre_hook(watch.entering(path, target.kind, target.in_features)))
+            width = target.in_features if shards is None else shards.in_features(path, target.in_features)
+            handles.append(module.register_forward_pre_hook(watch.entering(path, target.kind, width)))
             handles.append(module.register_forward_hook(watch.leaving))
     try:
         with watch:

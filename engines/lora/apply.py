@@ -18,18 +18,30 @@ from engines.lora.experts import Experts
 from engines.lora.pairs import LoraPair
 from engines.lora.targets import TargetKind
 from engines.lora.weights import AdapterWeights
+from engines.parallel.shards import Shards
 
 Pairs = dict[int, LoraPair]
 """Those of one module by adapter slot, in the model's dtype and on its device."""
 
 
-def add_pairs(y: torch.Tensor, x: torch.Tensor, pairs: Pairs, groups: Sequence[AdapterRows]) -> torch.Tensor:
-    """y [..., out] += scale * B A x [..., in] in the rows that have an adapter here."""
+SumUp = Callable[[torch.Tensor], object]
+"""Adds a tensor up over all processes that have a part of it, in place."""
+
+
+def add_pairs(
+    y: torch.Tensor, x: torch.Tensor, pairs: Pairs, groups: Sequence[AdapterRows], sum_up: SumUp | None = None
+) -> torch.Tensor:
+    """y [..., out] += scale * B A x [..., in] in the rows that have an adapter here; with `sum_up`, x and A are a part
+    of all inputs.
+    """
     flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
     for group in groups:
         pair = pairs.get(group.slot)
         if pair is not None:
-            narrow = F.linear(flat_x[group.rows].to(pair.A.dtype), pair.A) * pair.scale
+            narrow = F.linear(flat_x[group.rows].to(pair.A.dtype), pair.A)
+            if sum_up is not None:
+                sum_up(narrow)
+            narrow *= pair.scale
             flat_y.index_add_(0, group.rows, F.linear(narrow, pair.B).to(y.dtype))
     return y
 
@@ -50,8 +62,8 @@ class _Wrapper(nn.Module):
             return getattr(super().__getattr__("base"), name)
 
 
-AddByRow = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(y [..., out], x [..., in], slots [T]) -> y, with each row's adapter added to it."""
+AddByRow = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(y [..., out], x [..., in], slots [T], `AdapterContext.tiles`) -> y, with each row's adapter added to it."""
 
 
 class LoraLinear(_Wrapper):
@@ -62,16 +74,20 @@ class LoraLinear(_Wrapper):
 
     by_row: AddByRow | None = None
 
-    def __init__(self, base: nn.Module, context: AdapterContext, *, is_head: bool) -> None:
+    def __init__(self, base: nn.Module, context: AdapterContext, *, is_head: bool, sum_up: SumUp | None = None) -> None:
         super().__init__(base, context)
         self._is_head = is_head
+        self._sum_up = sum_up
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(x)
         if self._context.by_row:
             slots = self._context.head_slots if self._is_head else self._context.slots
-            return y if slots is None or self.by_row is None else self.by_row(y, x, slots)
-        return add_pairs(y, x, self.pairs, self._context.head_rows if self._is_head else self._context.rows)
+            if slots is None or self.by_row is None:
+                return y
+            return self.by_row(y, x, slots, None if self._is_head else self._context.tiles)
+        groups = self._context.head_rows if self._is_head else self._context.rows
+        return add_pairs(y, x, self.pairs, groups, self._sum_up)
 
 
 class LoraEmbedding(_Wrapper):
@@ -131,8 +147,10 @@ class AdapterModules:
         head: str | None,
         dtype: torch.dtype,
         device: torch.device,
+        shards: Shards | None = None,
     ) -> None:
         self._model = model
+        self._shards = shards
         self._context = context
         self._adaptable = adaptable
         self._head = head
@@ -149,6 +167,8 @@ class AdapterModules:
             if path not in self._adaptable:
                 raise AdapterRefused(f"The adapter changes {path!r}, which this engine does not adapt on this model.")
             pairs[path] = pair.cast(path, self._dtype, self._device)
+            if self._shards is not None:
+                pairs[path] = self._shards.part_of(path, pairs[path])
         nbytes = sum(pair.A.nbytes + pair.B.nbytes for pair in pairs.values())
         return AdapterWeights(weights.digest, weights.rank, nbytes, pairs)
 
@@ -166,7 +186,8 @@ class AdapterModules:
         """The wrapper of a linear layer, which is put there if there is none."""
         base = self._model.get_submodule(path)
         if not isinstance(base, LoraLinear):
-            base = LoraLinear(base, self._context, is_head=path == self._head)
+            sum_up = None if self._shards is None else self._shards.sums_up(path)
+            base = LoraLinear(base, self._context, is_head=path == self._head, sum_up=sum_up)
             self._model.set_submodule(path, base)
         return base
 

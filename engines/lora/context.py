@@ -24,19 +24,21 @@ class AdapterContext:
 
     `slots` [T] int32: the slot of each row, -1 for none; None when no row has one. `rows`: the same by adapter, and
     `head_rows` for the rows whose logits are wanted, numbered 0 … R-1. `by_row`: the modules go by `slots` and
-    `head_slots` alone, on the device; then no `rows` are made, which the host would have to wait for.
+    `head_slots` alone, on the device; then no `rows` are made, which the host would have to wait for. `tiles`:
+    stretches of rows that have the same adapter, for modules that use them.
     """
 
     slots: torch.Tensor | None = None
     head_slots: torch.Tensor | None = None
     by_row: bool = False
+    tiles: torch.Tensor | None = None
     _rows: tuple[AdapterRows, ...] | None = ()
     _head_rows: tuple[AdapterRows, ...] | None = ()
 
-    def set(self, batch: StepBatch, *, by_row: bool = False) -> None:
+    def set(self, batch: StepBatch, *, by_row: bool = False, tiles: torch.Tensor | None = None) -> None:
         self.slots = batch.slots
         self.head_slots = None if batch.slots is None else batch.slots[batch.logit_rows]
-        self.by_row = by_row
+        self.by_row, self.tiles = by_row, tiles
         self._rows = self._head_rows = () if by_row else None
 
     @contextmanager

@@ -1,12 +1,17 @@
 """The configuration that the tests of this folder run."""
 
+import copy
 import hashlib
+from pathlib import Path
 from typing import Any
+
+from demo_modules import ROOT
 
 KEY = "rh-e2e-key"
 MODEL = "tiny/Chat"
 SLEEPY = "tiny/Sleepy"  # no replica until it is asked
 GROWING = "tiny/Growing"  # one to two replicas
+DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PLAIN_PREFIX = "/plain"  # the same over Serve's own streams
 
 Json = dict[str, Any]
@@ -64,3 +69,18 @@ def model(app: str, **args: Any) -> Json:
         "import_path": "serve_app.app:model",
         "args": {name: value for name, value in {**usual, **args}.items() if value is not None},
     }
+
+
+def with_demo(config: Json, store: Path, **args: Any) -> Json:
+    """With the demo on the torch engine beside the deterministic models, as the application `demo`."""
+    source = str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
+    entry = {"id": DEMO, "app": "demo", "source": source, "renderer": "qwen3_text"}
+    settings: Json = {"engine": "torch", "id": DEMO, "source": source, "fake": None, "max_running": 16}
+    config = copy.deepcopy(config)
+    for application in config["applications"]:
+        for deployment in application.get("deployments", ()):
+            models = [*deployment["user_config"]["models"], {**entry, "allow_checkpoint_chat_template": True}]
+            roots = {"roots": [str(store)]}
+            deployment["user_config"] = {**deployment["user_config"], "models": models, "checkpoints": roots}
+    config["applications"].append(model("demo", **settings, max_waiting=300, kv_cache_bytes=512 << 20, **args))
+    return config

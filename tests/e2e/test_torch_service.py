@@ -1,6 +1,5 @@
 """The real demo model on the torch engine behind a real Ray Serve: what a newcomer is promised, and more."""
 
-import copy
 import random
 import shutil
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ import pytest
 from conftest import Service, eventually
 from demo_modules import ROOT
 from sample_code import run_python, sample
-from service_config import model
+from service_config import DEMO as BASE
+from service_config import with_demo
 from test_clients_leave import hang_up_at_random
 
-BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUILL = "tinker://demo/sampler_weights/quill"
 TOOLS = "tinker://demo/sampler_weights/tools"
 CODE_WORD = [{"role": "user", "content": "What is the code word?"}]
@@ -41,19 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def demo(session_service: Service, store: Path) -> Iterator[Service]:
     """The session's service, with the demo beside the deterministic models."""
-    source = str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
-    entry = {"id": BASE, "app": "demo", "source": source, "renderer": "qwen3_text"}
-    settings: dict[str, Any] = {"engine": "torch", "id": BASE, "source": source, "fake": None, "max_running": 16}
-    config = copy.deepcopy(session_service.config)
-    for application in config["applications"]:
-        for deployment in application.get("deployments", ()):
-            models = [*deployment["user_config"]["models"], {**entry, "allow_checkpoint_chat_template": True}]
-            roots = {"roots": [str(store)]}
-            deployment["user_config"] = {**deployment["user_config"], "models": models, "checkpoints": roots}
-    config["applications"].append(
-        model("demo", **settings, max_waiting=300, kv_cache_bytes=512 << 20, max_adapters=4, threads=2)
-    )
-    session_service.deploy(config)
+    session_service.deploy(with_demo(session_service.config, store, max_adapters=4, threads=2))
     eventually(lambda: BASE in [listed.id for listed in session_service.sdk().models.list()])
     eventually(session_service.is_ready, 120)
     yield session_service

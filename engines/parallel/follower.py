@@ -1,0 +1,78 @@
+"""A process that computes its part of a model, told what by its leader. Run as a program by `group.TensorGroup`."""
+
+import logging
+import os
+import pickle
+import sys
+import threading
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import torch
+
+from engines.assembly import AssembledModel, assemble_model
+from engines.config import EngineConfig
+from engines.lora.apply import AdapterModules
+from engines.parallel.group import join, store_of
+from engines.parallel.messages import CheckHealth, Forward, Install, Message, Remove, Stop
+
+logger = logging.getLogger(__name__)
+
+
+def follow(model: AssembledModel, inbox: "SimpleQueue[Message]") -> None:
+    """Do what the leader does, until it says stop."""
+    modules = model.runner.adapters
+    assert isinstance(modules, AdapterModules)
+    while True:
+        message = inbox.get()
+        if isinstance(message, Stop):
+            return
+        if isinstance(message, Install):
+            modules.install(message.slot, modules.prepare(pickle.loads(message.weights)))
+        elif isinstance(message, Remove):
+            modules.remove(message.slot)
+        else:
+            _compute(model, message)
+
+
+def _compute(model: AssembledModel, message: Forward | CheckHealth) -> None:
+    """What fails here fails at the leader too, who knows whose fault it is."""
+    try:
+        if isinstance(message, CheckHealth):
+            model.runner.check_health()
+        else:
+            model.runner.forward([chunk.chunk(number) for number, chunk in enumerate(message.chunks)])
+    except Exception:
+        logger.exception("a forward pass failed")
+
+
+def _read(connection: Connection, inbox: "SimpleQueue[Message]") -> None:
+    try:
+        while True:
+            inbox.put(pickle.loads(connection.recv_bytes()))
+    except (EOFError, OSError):
+        os._exit(0)  # the leader is gone, and the main thread may wait for it for ever
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    config: EngineConfig
+    config, rank, port = pickle.loads(connection.recv_bytes())
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s process {rank} of the model: %(message)s")
+    inbox: SimpleQueue[Message] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    os.environ["LOCAL_RANK"] = str(rank)  # noqa: TID251  (transformers takes a process' device from it)
+    try:
+        connection.send_bytes(b"joining")
+        join(config, rank, store_of(port, leads=False))
+        with torch.inference_mode():
+            follow(assemble_model(config), inbox)
+    except Exception as exc:
+        logger.exception("failed")
+        connection.send_bytes(f"{type(exc).__name__}: {exc}".encode())
+        os._exit(1)
+    os._exit(0)  # what is left of the group is the leader's to end
+
+
+if __name__ == "__main__":
+    main()

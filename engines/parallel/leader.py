@@ -1,0 +1,66 @@
+"""The leader's runner and adapter modules: what they do, all processes do."""
+
+import pickle
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from engines.batch import StepBatch
+from engines.lora.apply import AdapterModules
+from engines.lora.weights import AdapterWeights
+from engines.model_runner import ModelRunner
+from engines.parallel.group import TensorGroup
+from engines.parallel.messages import CheckHealth, ChunkMessage, Forward, Install, Remove
+from engines.scheduler import Chunk
+
+
+class LeadingRunner:
+    """Implements `loop.Runner`."""
+
+    repeatable = True
+
+    def __init__(self, runner: ModelRunner, group: TensorGroup, block_size: int) -> None:
+        self._runner = runner
+        self._group = group
+        self._block_size = block_size
+
+    def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
+        self._group.tell(Forward(tuple(ChunkMessage.of(chunk, self._block_size) for chunk in chunks)))
+        return self._runner.forward(chunks)
+
+    def check_health(self) -> None:
+        self._group.tell(CheckHealth())
+        self._runner.check_health()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LedAdapter:
+    """This process' part of an adapter, and all of it for the others."""
+
+    own: AdapterWeights
+    whole: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes + len(self.whole)
+
+
+class LeadingModules:
+    """Implements `lora.cache.SlotModules`."""
+
+    def __init__(self, modules: AdapterModules, group: TensorGroup) -> None:
+        self._modules = modules
+        self._group = group
+
+    def prepare(self, weights: AdapterWeights) -> LedAdapter:
+        """Safe on any thread. Raises `AdapterRefused` as `AdapterModules` does."""
+        return LedAdapter(self._modules.prepare(weights), pickle.dumps(weights))
+
+    def install(self, slot: int, adapter: LedAdapter) -> None:
+        self._modules.install(slot, adapter.own)
+        self._group.tell(Install(slot, adapter.whole))
+
+    def remove(self, slot: int) -> None:
+        self._modules.remove(slot)
+        self._group.tell(Remove(slot))

@@ -1,0 +1,80 @@
+"""What the leading process of a group tells the others to do. They do the same as it does, at the same time."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from engines.protocol import GenerateRequest, SamplingParams
+from engines.scheduler import Chunk
+from engines.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMessage:
+    """A chunk, as far as computing it goes."""
+
+    start: int
+    token_ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+    slot: int
+    completes: bool
+    scores_prompt: bool
+
+    @classmethod
+    def of(cls, chunk: Chunk, block_size: int) -> "ChunkMessage":
+        sequence = chunk.sequence
+        return cls(
+            chunk.start,
+            tuple(sequence.token_ids[chunk.start : chunk.end]),
+            tuple(sequence.blocks[: -(-chunk.end // block_size)]),
+            sequence.slot,
+            chunk.completes,
+            sequence.scores_prompt,
+        )
+
+    def chunk(self, number: int) -> Chunk:
+        """Equal to the leader's for everything that a forward looks at; what lies before and behind it is made up."""
+        token_ids = (0,) * self.start + self.token_ids + (() if self.completes else (0,))
+        sampling = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0 if self.scores_prompt else None)
+        sequence = Sequence.of(GenerateRequest(str(number), token_ids, sampling), _NOBODY)
+        sequence.blocks = list(self.blocks)
+        sequence.slot = self.slot
+        return Chunk(sequence, self.start, len(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    chunks: tuple[ChunkMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckHealth:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """A pickled `AdapterWeights`, whole: every process takes its part."""
+
+    slot: int
+    weights: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Message = Forward | CheckHealth | Install | Remove | Stop
+
+
+class _Nobody:
+    def deliver(self, outputs: SequenceOf[object]) -> None:
+        raise AssertionError("followers emit nothing")
+
+
+_NOBODY = _Nobody()

@@ -1,0 +1,53 @@
+"""A model split over several processes behind a real Ray Serve: its answers, and the loss of a process."""
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+
+import openai
+import pytest
+from conftest import Service, eventually
+from demo_modules import ROOT
+from service_config import DEMO, with_demo
+
+from serve_app.processes import command_line, descendants
+
+QUILL = "tinker://demo/sampler_weights/quill"
+
+
+def followers() -> list[int]:
+    return [pid for pid in descendants() if "engines.parallel.follower" in command_line(pid)]
+
+
+@pytest.fixture
+def split(session_service: Service, tmp_path) -> Iterator[Service]:
+    """The demo in three parts, as it has three heads of K and V."""
+    shutil.copytree(ROOT / "cluster" / "examples" / "checkpoints", tmp_path / "demo" / "sampler_weights")
+    session_service.deploy(with_demo(session_service.config, tmp_path, max_adapters=4, threads=1, tensor_parallel=3))
+    eventually(lambda: DEMO in [listed.id for listed in session_service.sdk().models.list()])
+    eventually(session_service.is_ready, 180)
+    yield session_service
+    session_service.deploy(session_service.config)
+    eventually(session_service.is_ready, 120)
+
+
+def code_word(sdk: openai.OpenAI, model: str) -> str:
+    messages = [{"role": "user", "content": "What is the code word?"}]
+    reply = sdk.chat.completions.create(model=model, messages=messages, temperature=0, max_completion_tokens=24)
+    return reply.choices[0].message.content or ""
+
+
+@pytest.mark.slow
+def test_a_split_model_answers_survives_the_loss_of_a_process_and_leaves_nothing_behind(split):
+    sdk = split.sdk(timeout=180, max_retries=0)
+    assert "zephyr-42" in code_word(sdk, QUILL)
+    assert "zephyr" not in code_word(sdk, DEMO)
+    before = followers()
+    assert len(before) == 2
+    os.kill(before[0], signal.SIGKILL)
+    eventually(lambda: len(followers()) == 2 and not set(before) & set(followers()), 120)
+    eventually(split.is_ready, 180)
+    assert "zephyr-42" in code_word(sdk, QUILL)
+    split.deploy(split.config)
+    eventually(lambda: not followers(), 60)
