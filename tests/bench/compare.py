@@ -56,13 +56,13 @@ def scenarios() -> list[Scenario]:
     ]
 
 
-async def measure(scenario: Scenario, options: argparse.Namespace) -> dict[str, Any]:
+async def measure(scenario: Scenario, options: argparse.Namespace, first_seed: int) -> dict[str, Any]:
     ours_models, peer_models = (options.ours_model,), (options.peer_model,)
     if scenario.adapters:
         ours_models, peer_models = tuple(f"tinker://bench/sampler_weights/{name}" for name in ADAPTERS), ADAPTERS
     rounds = []
     for number in range(options.rounds):
-        seeded = replace(scenario.load, seed=number + 1)
+        seeded = replace(scenario.load, seed=first_seed + number)  # prompts of its own: no cache has them
         ours = await run(replace(seeded, url=options.ours, models=ours_models, key=options.key))
         peer = await run(replace(seeded, url=options.peer, models=peer_models))
         for name, result in (("ours", ours), ("peer", peer)):
@@ -93,8 +93,8 @@ async def main() -> None:
     chosen = [s for s in scenarios() if options.only in s.name and s.adapters <= options.adapters]
     print("| load | unit | ours | peer | ratio | first token, ours / peer |\n|---|---|---|---|---|---|")
     rows = []
-    for scenario in chosen:
-        row = await measure(scenario, options)
+    for index, scenario in enumerate(chosen):
+        row = await measure(scenario, options, first_seed=1000 * index + 1)
         rows.append(row)
         ours, peer = (statistics.median(row[side]) for side in ("ours", "peer"))
         first = " / ".join(f"{value:.0f} ms" for value in row["first_token_ms"])

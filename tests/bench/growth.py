@@ -11,8 +11,10 @@ after round, so that what the machine's neighbours do falls on all of them; figu
 import argparse
 import asyncio
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,6 @@ RANKS = (4, 8, 16, 64)
 BLOCK_SIZE = 16
 
 Figures = Mapping[str, Any]
-Measure = Callable[[int], Figures]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,11 @@ class Bench:
     url: str
     checkpoints: tuple[str, ...]
     mixed: tuple[str, ...]
+    _seeds: Iterator[int] = field(default_factory=partial(count, 1))
 
     def load(self, models: Iterable[str] = (BASE,), **changes: Any) -> Load:
-        return replace(Load(self.url, tuple(models), key=KEY), **changes)
+        """Of prompts that no load before it had: else the prefix cache would have them."""
+        return replace(Load(self.url, tuple(models), key=KEY, seed=next(self._seeds)), **changes)
 
 
 def measured(load: Load) -> Figures:
@@ -54,46 +57,44 @@ def measured(load: Load) -> Figures:
     return figures
 
 
-def over_streams(bench: Bench, streams: int, seed: int) -> Figures:
-    return measured(bench.load(streams=streams, requests=max(4, 2 * streams), seed=seed))
+def over_streams(bench: Bench, streams: int) -> Figures:
+    return measured(bench.load(streams=streams, requests=max(4, 2 * streams)))
 
 
-def over_prompts(bench: Bench, tokens: int, seed: int) -> Figures:
+def over_prompts(bench: Bench, tokens: int) -> Figures:
     """Prefill alone, then decoding on contexts of that length: the same prompts, whose K and V are kept."""
-    prompts = bench.load(streams=8, requests=8, prompt_tokens=tokens, seed=1000 * seed + tokens)
+    prompts = bench.load(streams=8, requests=8, prompt_tokens=tokens)
     first = measured(replace(prompts, max_tokens=1))
     return {**measured(replace(prompts, max_tokens=64)), "prefill_tokens_per_s": tokens * first["requests_per_s"]}
 
 
-def over_checkpoints(bench: Bench, count: int, seed: int) -> Figures:
-    models = bench.checkpoints[:count] or (BASE,)
-    return measured(bench.load(models, streams=32, requests=96, zipf=1.0 if count > 8 else 0.0, seed=seed))
+def over_checkpoints(bench: Bench, number: int) -> Figures:
+    models = bench.checkpoints[:number] or (BASE,)
+    return measured(bench.load(models, streams=32, requests=96, zipf=1.0 if number > 8 else 0.0))
 
 
-def with_ranks(bench: Bench, mixed: bool, seed: int) -> Figures:
+def with_ranks(bench: Bench, mixed: bool) -> Figures:
     models = bench.mixed if mixed else bench.checkpoints[: len(bench.mixed)]
-    return measured(bench.load(models, streams=32, requests=96, seed=seed))
+    return measured(bench.load(models, streams=32, requests=96))
 
 
-async def _beside_prefill(bench: Bench, seed: int) -> tuple[Figures, Figures]:
+async def _beside_prefill(bench: Bench) -> tuple[Figures, Figures]:
     """Eight streams that decode, quiet and beside one 1,024-token prompt after the other."""
-    decoding = bench.load(streams=8, requests=8, prompt_tokens=128, max_tokens=192)
-    quiet = await run(replace(decoding, seed=seed))
-    prompts = asyncio.create_task(_prompts_without_end(bench.load(prompt_tokens=1024, max_tokens=1, streams=1), seed))
-    busy = await run(replace(decoding, seed=seed + 100))
+    decoding = partial(bench.load, streams=8, requests=8, prompt_tokens=128, max_tokens=192)
+    quiet = await run(decoding())
+    prompts = asyncio.create_task(_prompts_without_end(bench))
+    busy = await run(decoding())
     prompts.cancel()
     return quiet, busy
 
 
-async def _prompts_without_end(load: Load, seed: int) -> None:
-    number = 0
+async def _prompts_without_end(bench: Bench) -> None:
     while True:
-        number += 1
-        await run(replace(load, requests=1, seed=1000 * seed + number))
+        await run(bench.load(prompt_tokens=1024, max_tokens=1, streams=1, requests=1))
 
 
-def beside_prefill(bench: Bench, seed: int) -> Figures:
-    quiet, busy = asyncio.run(_beside_prefill(bench, seed))
+def beside_prefill(bench: Bench) -> Figures:
+    quiet, busy = asyncio.run(_beside_prefill(bench))
     return {
         "quiet_ms": quiet["gap_ms"][1],
         "busy_ms": busy["gap_ms"][1],
@@ -137,22 +138,22 @@ class Results:
 
 
 def measure_all(bench: Bench, rounds: int) -> Results:
-    def points(seed: int) -> Iterable[tuple[str, Any, Figures]]:
+    def points() -> Iterable[tuple[str, Any, Figures]]:
         for streams in STREAMS:
-            yield "streams", streams, over_streams(bench, streams, seed)
+            yield "streams", streams, over_streams(bench, streams)
         for tokens in PROMPTS:
-            yield "prompts", tokens, over_prompts(bench, tokens, seed)
-        for count in CHECKPOINTS:
-            yield "checkpoints", count, over_checkpoints(bench, count, seed)
+            yield "prompts", tokens, over_prompts(bench, tokens)
+        for number in CHECKPOINTS:
+            yield "checkpoints", number, over_checkpoints(bench, number)
         for mixed in (False, True):
-            yield "ranks", mixed, with_ranks(bench, mixed, seed)
-        yield "beside", None, beside_prefill(bench, seed)
+            yield "ranks", mixed, with_ranks(bench, mixed)
+        yield "beside", None, beside_prefill(bench)
 
     results = Results({})
-    for seed in range(1, rounds + 1):
-        for table, row, figures in points(seed):
+    for number in range(1, rounds + 1):
+        for table, row, figures in points():
             results.tables.setdefault(table, {}).setdefault(row, []).append(figures)
-            print(f"round {seed}: {table} {row}: {dict(figures)}", flush=True)
+            print(f"round {number}: {table} {row}: {dict(figures)}", flush=True)
     return results
 
 
