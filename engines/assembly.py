@@ -43,17 +43,18 @@ def assemble_model(config: EngineConfig) -> AssembledModel:
     runner = ModelRunner(loaded, config, threads=cores, shards=shards)
     if test is not None:
         _check_model(test, runner, loaded, config)
+    budget = _kv_budget(config, loaded, runner)
+    if shards is not None:  # before anything that one process alone could refuse
+        smallest = torch.tensor([budget], device=loaded.device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        budget = int(smallest)
     num_blocks = blocks_for(
         runner.shapes,
         config.block_size,
-        budget_bytes=_kv_budget(config, loaded, runner),
+        budget_bytes=budget,
         context_length=context_length,
         max_running=config.max_running,
     )
-    if shards is not None:
-        fewest = torch.tensor([num_blocks], device=loaded.device)
-        dist.all_reduce(fewest, dist.ReduceOp.MIN)
-        num_blocks = int(fewest)
     runner.allocate(num_blocks)
     runner.warm_up()
     return AssembledModel(loaded, runner, context_length, num_blocks, threads)

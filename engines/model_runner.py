@@ -207,7 +207,8 @@ class ModelRunner:
 
 
 def _by_request(batch: StepBatch, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {chunk.sequence.request_id: row for chunk, row in zip(batch.chunks, logits.float(), strict=True)}
+    copied = logits.to(torch.float32, copy=True)  # what a graph wrote holds until it runs again
+    return {chunk.sequence.request_id: row for chunk, row in zip(batch.chunks, copied, strict=True)}
 
 
 def _probe_chunk(blocks: Iterable[int]) -> Chunk:

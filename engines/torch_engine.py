@@ -57,8 +57,14 @@ class TorchEngine:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._end_all, error)
 
-        parts = await asyncio.to_thread(_assemble, self._config, emit, on_end)
+        assembling = asyncio.ensure_future(asyncio.to_thread(_assemble, self._config, emit, on_end))
+        try:
+            parts = await asyncio.shield(assembling)
+        except asyncio.CancelledError:
+            assembling.add_done_callback(_let_go)
+            raise
         if self._closed:
+            await asyncio.to_thread(parts.close)
             raise EngineStopped("The engine was closed while it was started.")
         self._parts = parts
         self._thread = Thread(target=self._parts.run, name="engine-loop", daemon=True)
@@ -72,9 +78,7 @@ class TorchEngine:
         parts.loop.stop()
         # The loop's last events come through the event loop before the end of this wait does.
         await asyncio.to_thread(thread.join)
-        parts.adapters.close()
-        if parts.group is not None:
-            await asyncio.to_thread(parts.group.close)
+        await asyncio.to_thread(parts.close)
         self._parts = None
 
     def submit(self, request: GenerateRequest, sink: OutputSink) -> None:
@@ -137,6 +141,12 @@ class _Parts:
         with torch.inference_mode():
             self.loop.run()
 
+    def close(self) -> None:
+        """Once the loop does not run, or has not begun to."""
+        self.adapters.close()
+        if self.group is not None:
+            self.group.close()
+
     def stats(self) -> EngineStats:
         loop = self.loop
         return EngineStats(
@@ -156,6 +166,12 @@ class _Parts:
                 **{f"adapter_{name}": value for name, value in asdict(self.adapters.counters).items()},
             },
         )
+
+
+def _let_go(assembling: "asyncio.Future[_Parts]") -> None:
+    """Of parts that nobody waits for any more."""
+    if not assembling.cancelled() and assembling.exception() is None:
+        Thread(target=assembling.result().close, name="engine-close").start()
 
 
 def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped], None]) -> _Parts:

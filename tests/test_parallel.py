@@ -1,5 +1,6 @@
 """One model over several processes: the tokens of transformers and PEFT, and nothing left when one of them ends."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine_harness import (
+    Collector,
     DrivenEngine,
     adapter,
     assert_greedy,
@@ -29,14 +31,15 @@ from hypothesis import strategies as st
 
 from engines.batch import build_batch
 from engines.config import EngineConfig
-from engines.errors import AdapterRefused, EngineError, ModelRefused
+from engines.errors import AdapterRefused, EngineError, EngineStopped, ModelRefused
 from engines.lora.pairs import LoraPair
-from engines.model_runner import NO_SINK
+from engines.model_runner import NO_SINK, ModelRunner
 from engines.parallel.messages import ChunkMessage
 from engines.parallel.shards import Shards
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.scheduler import Chunk
 from engines.sequence import Sequence
+from engines.torch_engine import TorchEngine
 from serve_app.processes import command_line, descendants
 
 TWO = {"tensor_parallel": 2, "attention": "sdpa"}
@@ -46,7 +49,7 @@ def followers() -> list[int]:
     return [pid for pid in descendants() if "engines.parallel.follower" in command_line(pid)]
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+def eventually(condition: Callable[[], object], timeout_s: float = 30) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -109,9 +112,45 @@ def test_a_process_that_ends_fails_the_engine_and_everybody_is_told() -> None:
         eventually(lambda: engine.stats().failed)
 
 
-async def _generate_one(engine: DrivenEngine) -> Any:
-    from engine_harness import Collector
+def test_an_engine_that_is_closed_while_it_starts_leaves_nobody_behind() -> None:
+    async def main() -> None:
+        engine = TorchEngine(engine_config("llama", **TWO))
+        starting = asyncio.create_task(engine.start())
+        await asyncio.to_thread(eventually, followers)
+        await engine.close()
+        with pytest.raises(EngineStopped):
+            await starting
 
+    asyncio.run(main())
+    assert not followers()
+
+
+@pytest.mark.slow
+def test_a_start_that_is_cancelled_leaves_nobody_behind() -> None:
+    async def main() -> None:
+        starting = asyncio.create_task(TorchEngine(engine_config("llama", **TWO)).start())
+        await asyncio.to_thread(eventually, followers)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await asyncio.to_thread(eventually, lambda: not followers())
+
+    asyncio.run(main())
+
+
+def test_a_forward_that_raises_ends_the_engine_for_the_others_may_be_out_of_step(monkeypatch) -> None:
+    with DrivenEngine(engine_config("llama", **TWO)) as engine:
+
+        def fail(self, chunks):
+            raise torch.OutOfMemoryError("no memory left on this device")
+
+        monkeypatch.setattr(ModelRunner, "forward", fail)
+        result = engine.run(_generate_one(engine))
+        assert isinstance(result.error, EngineError)
+        eventually(lambda: engine.stats().failed)
+
+
+async def _generate_one(engine: DrivenEngine) -> Any:
     sink, made = Collector(), request(prompt_of(20), max_tokens=300)
     sink.expect(made.request_id)
     engine.engine.submit(made, sink)
@@ -129,7 +168,7 @@ def test_nobody_outlives_a_leader_that_is_killed(tmp_path: Path) -> None:
             from engines.parallel.group import TensorGroup
 
             group = TensorGroup(EngineConfig({str(model_folder("llama"))!r}, tensor_parallel=3, threads=1))
-            print(*(process.pid for process, _ in group._followers), flush=True)
+            print(*group.pids, flush=True)
             time.sleep(600)
         """)
     )
@@ -168,7 +207,12 @@ def test_what_computes_whole_models_only_is_refused(change: dict[str, Any], what
         EngineConfig("model", tensor_parallel=2, **change)
 
 
-STYLES = {"layers.*.q": "colwise", "layers.*.o": "rowwise", "head": "colwise_gather_output", "layers.*.experts": "moe"}
+STYLES = {
+    "layers.*.q1": "colwise",
+    "layers.*.o2": "rowwise",
+    "head": "colwise_gather_output",
+    "layers.*.experts": "moe",
+}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -178,10 +222,10 @@ def test_the_parts_of_an_adapter_together_are_the_whole(size: int, inputs: int, 
     pair, x = LoraPair(torch.randn(3, inputs), torch.randn(outputs, 3), 0.5), torch.randn(inputs)
     shards = [Shards(rank, size, STYLES) for rank in range(size)]
     whole = pair.B @ (pair.A @ x)
-    columns = [shard.part_of("layers.7.q", pair) for shard in shards]
+    columns = [shard.part_of("layers.7.q1", pair) for shard in shards]
     torch.testing.assert_close(torch.cat([part.B @ (part.A @ x) for part in columns]), whole)
-    rows = [shard.part_of("layers.7.o", pair) for shard in shards]
-    shares = x.split([shard.in_features("layers.7.o", inputs) for shard in shards])
+    rows = [shard.part_of("layers.7.o2", pair) for shard in shards]
+    shares = x.split([shard.in_features("layers.7.o2", inputs) for shard in shards])
     narrow = torch.stack([part.A @ share for part, share in zip(rows, shares, strict=True)]).sum(0)
     torch.testing.assert_close(pair.B @ narrow, whole)
     assert all(shard.part_of("head", pair) is pair for shard in shards)
@@ -209,6 +253,7 @@ def test_a_chunk_that_was_sent_makes_the_same_batch(
     sent = Chunk(sequence, start, length)
     made = ChunkMessage.of(sent, 16).chunk(0)
     one, other = (build_batch([chunk], 16, torch.device("cpu")) for chunk in (sent, made))
+    assert sequence.token_ids[start] == made.sequence.token_ids[start]
     for name in ("token_ids", "positions", "kv_slots", "fresh_blocks", "logit_rows", "slots"):
         values = getattr(one, name), getattr(other, name)
         assert values == (None, None) or torch.equal(*values), name

@@ -10,7 +10,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from engines.batch import StepBatch
@@ -27,12 +26,12 @@ _COLUMNS = 5  # token id, position, place in the KV cache, length with this toke
 Forward = Callable[[StepBatch, PagedLayout], torch.Tensor]
 """Logits [rows, vocab] of a batch of one-token rows."""
 
-Compute = Callable[[], torch.Tensor]
+Run = Callable[[], object]
 
 
 class Capture(Protocol):
-    def __call__(self, compute: Compute) -> Compute:
-        """What `compute` did, to be done again on what its inputs hold then; its result may be overwritten by that."""
+    def __call__(self, compute: Run) -> Run:
+        """What does again what `compute` did, on what its inputs hold then."""
 
 
 class CudaCapture:
@@ -40,28 +39,68 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace for each stream that it was used on.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, compute: Compute) -> Compute:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # kernels are compiled and libraries set up before they are recorded
-                compute()
-        torch.cuda.current_stream().wait_stream(stream)
+    def __call__(self, compute: Run) -> Run:
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = compute()
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):  # kernels are compiled and libraries set up before they are recorded
+                    compute()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                compute()
+        finally:
+            torch.cuda.set_stream(before)  # which a capture that fails leaves undone
+        before.wait_stream(self._stream)
+        return graph.replay
 
-        def run() -> torch.Tensor:
-            graph.replay()
-            return output
 
-        return run
-
-
-def repeat(compute: Compute) -> Compute:
+def repeat(compute: Run) -> Run:
     """A `Capture` for devices without graphs: everything is computed anew."""
     return compute
+
+
+class _StaticRows:
+    """The matrix that graphs read [rows, _COLUMNS + width] int32, and what the host last put there."""
+
+    def __init__(self, rows: int, width: int, block_size: int, device: torch.device) -> None:
+        self.on_device = torch.zeros(rows, _COLUMNS + width, dtype=torch.int32, device=device)
+        self._on_host = torch.zeros(rows, _COLUMNS + width, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._numpy = self._on_host.numpy()
+        self._block_size = block_size
+        self._tables: list[tuple[list[int] | None, int]] = [(None, 0)] * rows
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def fill(self, chunks: SequenceOf[Chunk], bucket: int) -> None:
+        """Rows of the chunks, one token each, then rows that write to the trash block."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before this one may still be reading
+        size = self._block_size
+        for row, chunk in enumerate(chunks):
+            sequence, at = chunk.sequence, chunk.start
+            place = sequence.blocks[at // size] * size + at % size
+            self._numpy[row, :_COLUMNS] = sequence.token_ids[at], at, place, at + 1, sequence.slot
+            self._write_table(row, sequence.blocks, at // size + 1)
+        for row in range(len(chunks), bucket):
+            self._numpy[row, : _COLUMNS + 1] = 0, 0, TRASH_BLOCK * size, 1, NO_SLOT, TRASH_BLOCK
+            self._tables[row] = None, 0
+        # Whole rows: anything else would not be one piece of memory, and be copied through others.
+        self.on_device[:bucket].copy_(self._on_host[:bucket], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _write_table(self, row: int, blocks: list[int], count: int) -> None:
+        """Only what is new: a sequence's list of blocks grows, and is another list after a preemption."""
+        known, written = self._tables[row]
+        start = written if known is blocks and written <= count else 0
+        self._numpy[row, _COLUMNS + start : _COLUMNS + count] = blocks[start:count]
+        self._tables[row] = blocks, count
 
 
 class DecodeGraphs:
@@ -71,18 +110,19 @@ class DecodeGraphs:
         """`width`: blocks of the longest sequence."""
         self._forward = forward
         self._capture = capture
-        self._block_size = block_size
         largest = next((bucket for bucket in _BUCKETS if bucket >= max_rows), _BUCKETS[-1])
         self._buckets = [bucket for bucket in _BUCKETS if bucket <= largest]
-        self._inputs = torch.zeros(largest, _COLUMNS + width, dtype=torch.int32, device=device)
-        self._host = torch.zeros(largest, _COLUMNS + width, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._graphs: dict[tuple[int, bool], tuple[StepBatch, Compute]] = {}
+        self._rows = _StaticRows(largest, width, block_size, device)
+        self._numbers = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros_like(self._numbers)
+        self._logits: torch.Tensor | None = None
+        self._graphs: dict[tuple[int, bool], tuple[StepBatch, Run]] = {}
 
     def capture_all(self) -> None:
         """Largest first: the smaller ones then find all the memory they need in the pool."""
         for bucket in reversed(self._buckets):
             for has_adapters in (False, True):
-                self._fill([], bucket, 1)
+                self._rows.fill([], bucket)
                 self._graph(bucket, has_adapters)
         logger.info("%d CUDA graphs for 1 to %d rows", len(self._graphs), self._buckets[-1])
 
@@ -93,54 +133,43 @@ class DecodeGraphs:
         bucket = next((bucket for bucket in self._buckets if bucket >= len(chunks)), None)
         if bucket is None:
             return None
-        width = max(-(-chunk.end // self._block_size) for chunk in chunks)
-        self._fill(chunks, bucket, width)
-        batch, compute = self._graph(bucket, any(chunk.sequence.slot != NO_SLOT for chunk in chunks))
-        return replace(batch, chunks=tuple(chunks)), compute()[: len(chunks)]
+        self._rows.fill(chunks, bucket)
+        batch, replay = self._graph(bucket, any(chunk.sequence.slot != NO_SLOT for chunk in chunks))
+        replay()
+        assert self._logits is not None
+        return replace(batch, chunks=tuple(chunks)), self._logits[: len(chunks)]
 
-    def _fill(self, chunks: SequenceOf[Chunk], bucket: int, width: int) -> None:
-        size = self._block_size
-        rows = np.zeros((bucket, _COLUMNS + width), np.int32)
-        rows[:, 2:5] = TRASH_BLOCK * size, 1, NO_SLOT
-        for row, chunk in zip(rows, chunks, strict=False):
-            sequence, at = chunk.sequence, chunk.start
-            table = sequence.blocks[: at // size + 1]
-            row[:_COLUMNS] = sequence.token_ids[at], at, table[-1] * size + at % size, at + 1, sequence.slot
-            row[_COLUMNS : _COLUMNS + len(table)] = table
-        host = self._host[:bucket, : _COLUMNS + width]
-        host.numpy()[:] = rows
-        self._inputs[:bucket, : _COLUMNS + width].copy_(host, non_blocking=True)
-
-    def _graph(self, bucket: int, has_adapters: bool) -> tuple[StepBatch, Compute]:
+    def _graph(self, bucket: int, has_adapters: bool) -> tuple[StepBatch, Run]:
         key = bucket, has_adapters
         if key not in self._graphs:
-            inputs = self._inputs[:bucket]
-            rows = torch.arange(bucket, device=inputs.device)
-            starts = torch.arange(bucket + 1, dtype=torch.int32, device=inputs.device)
-            # Views of the static matrix: the numbers are read when the graph runs.
+            inputs = self._rows.on_device[:bucket]
             batch = StepBatch(
                 chunks=(),
                 token_ids=inputs[:, 0],
                 positions=inputs[:, 1],
                 kv_slots=inputs[:, 2],
                 fresh_blocks=None,
-                logit_rows=rows,
+                logit_rows=self._numbers[:bucket].long(),
                 slots=inputs[:, 4] if has_adapters else None,
             )
-
-            lengths = (1,) * bucket
-            queries = {1: (starts[:-1], torch.zeros_like(starts[:-1]))}
-
-            def compute() -> torch.Tensor:
-                batch_now = replace(
-                    batch,
-                    token_ids=batch.token_ids.long(),
-                    positions=batch.positions.long(),
-                    kv_slots=batch.kv_slots.long(),
-                    slots=None if batch.slots is None else batch.slots.contiguous(),
-                )
-                layout = PagedLayout(starts, inputs[:, 3].contiguous(), inputs[:, _COLUMNS:], lengths, queries)
-                return self._forward(batch_now, layout)
-
-            self._graphs[key] = batch, self._capture(compute)
+            self._graphs[key] = batch, self._capture(lambda: self._compute(batch, inputs))
         return self._graphs[key]
+
+    def _compute(self, batch: StepBatch, inputs: torch.Tensor) -> None:
+        """Everything that is read lives as long as this object: a graph remembers addresses only."""
+        bucket = inputs.shape[0]
+        now = replace(
+            batch,
+            token_ids=batch.token_ids.long(),
+            positions=batch.positions.long(),
+            kv_slots=batch.kv_slots.long(),
+            slots=None if batch.slots is None else batch.slots.contiguous(),
+        )
+        queries = {1: (self._numbers[:bucket], self._zeros[:bucket])}
+        layout = PagedLayout(
+            self._numbers[: bucket + 1], inputs[:, 3].contiguous(), inputs[:, _COLUMNS:], (1,) * bucket, queries
+        )
+        logits = self._forward(now, layout)
+        if self._logits is None:
+            self._logits = logits.new_empty(self._rows.on_device.shape[0], logits.shape[1])
+        self._logits[:bucket].copy_(logits)

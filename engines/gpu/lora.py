@@ -155,7 +155,12 @@ class RowAdapters(AdapterModules):
         max_rank: int,
     ) -> None:
         super().__init__(model, context, adaptable=adaptable, head=head, dtype=dtype, device=device, shards=shards)
-        linear = sorted(path for path, kind in adaptable.items() if kind is TargetKind.LINEAR)
+        linear = sorted(
+            path
+            for path, kind in adaptable.items()
+            # The kernels read A and B in the dtype of x and y, which is not the model's everywhere in every model.
+            if kind is TargetKind.LINEAR and model.get_submodule(path).weight.dtype == dtype
+        )
         self._numbers = {path: number for number, path in enumerate(linear)}
         self._tables = SlotTables(len(linear), num_slots, max_rank, device)
         self._max_rank = max_rank

@@ -88,8 +88,14 @@ class GpuPath:
         except Exception:  # whatever a compiler or a driver raises
             logger.warning("adapters are computed one by one, and without graphs", exc_info=True)
             self._by_row, self._graphs = False, None
-        if self._graphs is not None:
-            self._graphs.capture_all()
+        try:
+            if self._graphs is not None:
+                self._graphs.capture_all()
+        except Exception:  # a model that looks at the device in between, or no memory left
+            logger.warning("decode steps are not recorded as graphs", exc_info=True)
+            self._graphs = None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # another thread computes from here on
 
     def decode(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor] | None:
         """The batch, and logits [rows, vocab] that hold until the next call; None where there is no graph for it."""

@@ -13,14 +13,16 @@ import torch
 from engines.assembly import AssembledModel, assemble_model
 from engines.config import EngineConfig
 from engines.lora.apply import AdapterModules
-from engines.parallel.group import join, store_of
-from engines.parallel.messages import CheckHealth, Forward, Install, Message, Remove, Stop
+from engines.parallel.group import join
+from engines.parallel.messages import CheckHealth, Install, Message, Remove, Stop
 
 logger = logging.getLogger(__name__)
 
 
 def follow(model: AssembledModel, inbox: "SimpleQueue[Message]") -> None:
-    """Do what the leader does, until it says stop."""
+    """Do what the leader does, until it says stop. Whatever is raised ends this process, and with it the group: those
+    who were in the middle of the same sums have other numbers than this one by then.
+    """
     modules = model.runner.adapters
     assert isinstance(modules, AdapterModules)
     while True:
@@ -31,19 +33,10 @@ def follow(model: AssembledModel, inbox: "SimpleQueue[Message]") -> None:
             modules.install(message.slot, modules.prepare(pickle.loads(message.weights)))
         elif isinstance(message, Remove):
             modules.remove(message.slot)
-        else:
-            _compute(model, message)
-
-
-def _compute(model: AssembledModel, message: Forward | CheckHealth) -> None:
-    """What fails here fails at the leader too, who knows whose fault it is."""
-    try:
-        if isinstance(message, CheckHealth):
+        elif isinstance(message, CheckHealth):
             model.runner.check_health()
         else:
             model.runner.forward([chunk.chunk(number) for number, chunk in enumerate(message.chunks)])
-    except Exception:
-        logger.exception("a forward pass failed")
 
 
 def _read(connection: Connection, inbox: "SimpleQueue[Message]") -> None:
@@ -52,19 +45,22 @@ def _read(connection: Connection, inbox: "SimpleQueue[Message]") -> None:
             inbox.put(pickle.loads(connection.recv_bytes()))
     except (EOFError, OSError):
         os._exit(0)  # the leader is gone, and the main thread may wait for it for ever
+    except BaseException:
+        logger.exception("a message cannot be read")
+        os._exit(1)
 
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     config: EngineConfig
-    config, rank, port = pickle.loads(connection.recv_bytes())
+    config, rank, meeting_point = pickle.loads(connection.recv_bytes())
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s process {rank} of the model: %(message)s")
     inbox: SimpleQueue[Message] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     os.environ["LOCAL_RANK"] = str(rank)  # noqa: TID251  (transformers takes a process' device from it)
     try:
         connection.send_bytes(b"joining")
-        join(config, rank, store_of(port, leads=False))
+        join(config, rank, meeting_point)
         with torch.inference_mode():
             follow(assemble_model(config), inbox)
     except Exception as exc:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engines.batch import StepBatch
+from engines.errors import EngineError
 from engines.lora.apply import AdapterModules
 from engines.lora.weights import AdapterWeights
 from engines.model_runner import ModelRunner
@@ -16,9 +17,11 @@ from engines.scheduler import Chunk
 
 
 class LeadingRunner:
-    """Implements `loop.Runner`."""
+    """Implements `loop.Runner`. A forward that raises ends the engine: the other processes may be in the middle of it,
+    and would take the next one's sums for those they wait for.
+    """
 
-    repeatable = True
+    repeatable = False
 
     def __init__(self, runner: ModelRunner, group: TensorGroup, block_size: int) -> None:
         self._runner = runner
@@ -27,9 +30,15 @@ class LeadingRunner:
 
     def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
         self._group.tell(Forward(tuple(ChunkMessage.of(chunk, self._block_size) for chunk in chunks)))
-        return self._runner.forward(chunks)
+        try:
+            return self._runner.forward(chunks)
+        except BaseException:
+            self._group.lost = True
+            raise
 
     def check_health(self) -> None:
+        if self._group.lost:
+            raise EngineError("The processes of the model are out of step, or one has ended.")
         self._group.tell(CheckHealth())
         self._runner.check_health()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any
 
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.scheduler import Chunk
@@ -33,12 +34,30 @@ class ChunkMessage:
 
     def chunk(self, number: int) -> Chunk:
         """Equal to the leader's for everything that a forward looks at; what lies before and behind it is made up."""
-        token_ids = (0,) * self.start + self.token_ids + (() if self.completes else (0,))
         sampling = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0 if self.scores_prompt else None)
-        sequence = Sequence.of(GenerateRequest(str(number), token_ids, sampling), _NOBODY)
+        tokens: Any = _Tokens(self.start, self.token_ids, 0 if self.completes else 1)
+        sequence = Sequence(GenerateRequest(str(number), (), sampling), _NOBODY, tokens, len(tokens))
         sequence.blocks = list(self.blocks)
         sequence.slot = self.slot
         return Chunk(sequence, self.start, len(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Those of a sequence of which only some are known, without the work of making up the others."""
+
+    start: int
+    known: tuple[int, ...]
+    after: int
+
+    def __len__(self) -> int:
+        return self.start + len(self.known) + self.after
+
+    def __getitem__(self, place: int | slice) -> Any:
+        if isinstance(place, slice):
+            assert place.start >= self.start, "that far back nothing is known"
+            return self.known[place.start - self.start : place.stop - self.start]
+        return self.known[place - self.start]
 
 
 @dataclass(frozen=True, slots=True)

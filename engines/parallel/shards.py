@@ -1,12 +1,12 @@
 """Which part of a model, and of an adapter for it, one process of a tensor-parallel group holds."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from engines.errors import AdapterRefused, ModelRefused
 from engines.lora.pairs import LoraPair
@@ -67,7 +67,7 @@ class Shards:
         return dist.all_reduce if self._style(path) == _ROWS else None
 
     def _style(self, path: str) -> str | None:
-        return self.styles.get(re.sub(r"\d+", "*", path))
+        return self.styles.get(replace_layer_number_by_wildcard(path))
 
     def _part(self, whole: int) -> slice:
         """As torch distributes a dimension: the last parts may be shorter."""
