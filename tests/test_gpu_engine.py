@@ -34,7 +34,7 @@ def engines() -> Iterator[Engines]:
     [
         "llama",
         pytest.param("qwen3-moe", marks=pytest.mark.slow),
-        "gemma2",
+        pytest.param("gemma2", marks=pytest.mark.slow),
         "gpt-oss",
         pytest.param("deepseek-v3", marks=pytest.mark.slow),
         pytest.param("qwen3-next", marks=pytest.mark.slow),
@@ -47,7 +47,7 @@ def test_each_architecture_gives_the_tokens_of_its_plain_forward(name: str, engi
         assert_greedy(name, made, result)
 
 
-@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("cuda_graphs", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_adapters_and_base_in_one_batch_give_the_tokens_of_peft(cuda_graphs: bool, engines: Engines) -> None:
     engine = engines("llama", **SETTINGS, cuda_graphs=cuda_graphs)
     kinds = ("q-v", "all", "head", "embedding", "wide")

@@ -112,6 +112,7 @@ def test_a_process_that_ends_fails_the_engine_and_everybody_is_told() -> None:
         eventually(lambda: engine.stats().failed)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_closed_while_it_starts_leaves_nobody_behind() -> None:
     async def main() -> None:
         engine = TorchEngine(engine_config("llama", **TWO))
@@ -181,6 +182,7 @@ def test_nobody_outlives_a_leader_that_is_killed(tmp_path: Path) -> None:
     eventually(lambda: not any("engines.parallel.follower" in command_line(pid) for pid in pids))
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_split_is_refused_and_nobody_is_left() -> None:
     with pytest.raises(ModelRefused, match="gpt_oss: transformers has no plan to spread its layers over 2 devices"):
         DrivenEngine(engine_config("gpt-oss", **TWO))
