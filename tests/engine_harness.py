@@ -33,6 +33,7 @@ from engines.protocol import (
     TokenLogprob,
 )
 from engines.torch_engine import TorchEngine
+from serve_app.processes import command_line, descendants
 
 T = TypeVar("T")
 _FOLDER = tempfile.TemporaryDirectory(prefix="engine-tests-")
@@ -46,6 +47,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def model_folder(name: str) -> Path:
     """A tiny random model, saved once for all tests."""
     return tiny_models.save(name, Path(_FOLDER.name) / name)
+
+
+def followers() -> list[int]:
+    """The other processes of models that are split over several."""
+    return [pid for pid in descendants() if "engines.parallel.follower" in command_line(pid)]
 
 
 @cache

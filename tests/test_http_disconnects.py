@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness import BASE, CHAT, RunningEdge
+from waiting import eventually
 from wire import post_head
 
 from serve_app.usage import Outcome
@@ -19,19 +20,13 @@ def request(path: str = "/v1/completions", **fields: Any) -> bytes:
     return post_head(path, "content-type: application/json", f"content-length: {len(body)}") + body
 
 
-async def until(edge: RunningEdge, num_running: int) -> None:
-    async with asyncio.timeout(10):
-        while edge.engine.stats().running != num_running:  # noqa: ASYNC110 - what it waits for has no event
-            await asyncio.sleep(0.002)
-
-
 @pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}])
 def test_leaving_stops_the_generation(edge: RunningEdge, fields: Any) -> None:
     edge.script.says_and_hangs("a", edge.engine)
     aborted = edge.engine.stats().counters["aborted"]
     with edge.raw() as connection:
         connection.sendall(request(**fields))
-        edge.run(until(edge, 1))
+        eventually(lambda: edge.engine.stats().running == 1)
     edge.wait_until_idle()
     assert edge.engine.stats().counters["aborted"] == aborted + 1
     assert edge.recorder.ended[-1].outcome is Outcome.LEFT
@@ -61,7 +56,7 @@ def test_closing_half_of_the_connection_counts_as_leaving(edge: RunningEdge) -> 
     edge.script.says_and_hangs("a", edge.engine)
     with edge.raw() as connection:
         connection.sendall(request(stream=True))
-        edge.run(until(edge, 1))
+        eventually(lambda: edge.engine.stats().running == 1)
         connection.shutdown(1)
         edge.wait_until_idle()
 
@@ -71,7 +66,7 @@ def test_a_client_that_resets_the_connection_leaves_nothing(edge: RunningEdge) -
     connection = edge.raw()
     connection.setsockopt(1, 13, b"\x01\0\0\0\0\0\0\0")  # SO_LINGER with no time: close sends a reset
     connection.sendall(request(stream=True))
-    edge.run(until(edge, 1))
+    eventually(lambda: edge.engine.stats().running == 1)
     connection.close()
     edge.wait_until_idle()
 

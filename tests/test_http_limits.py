@@ -2,7 +2,6 @@
 `test_http_refusals.py`; time limits: `test_http_streams.py`.
 """
 
-import asyncio
 import hashlib
 import json
 import uuid
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from harness import BASE, CONTEXT, KEY, RunningEdge, config_for, running_edge
+from waiting import eventually
 from wire import error, post_head
 
 from engines.errors import AdapterUnavailable, EngineStopped, QueueFull, RequestRefused
@@ -83,10 +83,10 @@ def test_a_prompt_counts_once_it_is_sent_to_the_engine_even_if_its_caller_leaves
     edge.run(paused(edge))
     with edge.raw() as connection:
         connection.sendall(head + body)
-        edge.run(until(lambda: edge.engine.stats().waiting == 1))
+        eventually(lambda: edge.engine.stats().waiting == 1)
         message = "This key may use 50 tokens per minute; they are used up."
         assert edge.complete().json() == error(message, "rate_limit_error", code="rate_limit_exceeded")
-    edge.run(until(lambda: len(edge.recorder.ended) == 2))
+    eventually(lambda: len(edge.recorder.ended) == 2)
     edge.run(resumed(edge))
     found = edge.recorder.ended[-1]
     assert (found.outcome, found.prompt_tokens, found.completion_tokens) == (Outcome.LEFT, 60, 0)
@@ -133,10 +133,10 @@ def test_a_full_queue_of_the_model_is_429_and_those_in_it_are_served(model_folde
         edge.script.says_and_hangs("ab", edge.engine)
         with ThreadPoolExecutor(2) as callers:
             running = callers.submit(edge.complete)
-            edge.run(until(lambda: edge.engine.stats().running == 1))
+            eventually(lambda: edge.engine.stats().running == 1)
             edge.script.says("ab")
             waiting = callers.submit(edge.chat)
-            edge.run(until(lambda: edge.engine.stats().waiting == 1))
+            eventually(lambda: edge.engine.stats().waiting == 1)
             refused = [edge.complete(stream=stream) for stream in (False, True)]
             edge.run(resumed(edge))
             answers = [running.result(30).status_code, waiting.result(30).status_code]
@@ -152,12 +152,6 @@ async def resumed(edge: RunningEdge) -> None:
 
 async def paused(edge: RunningEdge) -> None:
     edge.engine.pause()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what it waits for has no event
-            await asyncio.sleep(0.002)
 
 
 # --- keys ---

@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +18,7 @@ from engine_harness import (
     adapter,
     assert_greedy,
     engine_config,
+    followers,
     kv_bytes,
     model_folder,
     plain_model,
@@ -28,6 +27,7 @@ from engine_harness import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import eventually
 
 from engines.batch import build_batch
 from engines.config import EngineConfig
@@ -40,20 +40,9 @@ from engines.protocol import GenerateRequest, SamplingParams
 from engines.scheduler import Chunk
 from engines.sequence import Sequence
 from engines.torch_engine import TorchEngine
-from serve_app.processes import command_line, descendants
+from serve_app.processes import command_line
 
 TWO = {"tensor_parallel": 2, "attention": "sdpa"}
-
-
-def followers() -> list[int]:
-    return [pid for pid in descendants() if "engines.parallel.follower" in command_line(pid)]
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def test_base_and_adapters_in_one_batch_give_the_tokens_of_transformers_and_peft() -> None:

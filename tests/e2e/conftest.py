@@ -7,8 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ os.environ.update(
 os.environ.pop("RAY_ADDRESS", None)
 
 from service_config import KEY, service_config
+from waiting import eventually
 
 Json = dict[str, Any]
 
@@ -80,14 +80,6 @@ class Service:
             return all(engine["running"] == engine["waiting"] == engine["streams"] == 0 for engine in self.engines(app))
         except DeploymentUnavailableError:  # its replica is being replaced
             return False
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Wait for what takes its time in a real service; fail if it never comes."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,9 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Json, Service, eventually
+from conftest import Json, Service
 from service_config import KEY, MODEL, PLAIN_PREFIX
+from waiting import eventually
 
 CLIENTS = 200
 

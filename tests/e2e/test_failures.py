@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from conftest import Service, eventually
+from conftest import Service
 from service_config import GROWING, KEY, MODEL
+from waiting import eventually
 
 
 def replica_processes(app: str) -> list[int]:

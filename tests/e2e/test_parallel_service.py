@@ -7,17 +7,13 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from conftest import Service, eventually
+from conftest import Service
 from demo_modules import ROOT
+from engine_harness import followers
 from service_config import DEMO, with_demo
-
-from serve_app.processes import command_line, descendants
+from waiting import eventually
 
 QUILL = "tinker://demo/sampler_weights/quill"
-
-
-def followers() -> list[int]:
-    return [pid for pid in descendants() if "engines.parallel.follower" in command_line(pid)]
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import asyncio
 
 import httpx
 import pytest
-from conftest import eventually
 from service_config import KEY, MODEL
+from waiting import eventually
 
 FITTING = 64 + 200  # max_running and max_waiting of the model
 TOO_MANY = 60

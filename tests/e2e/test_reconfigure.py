@@ -4,8 +4,9 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Json, Service, eventually
+from conftest import Json, Service
 from service_config import MODEL, SLEEPY
+from waiting import eventually
 
 
 def changed(service: Service) -> tuple[Json, Json]:

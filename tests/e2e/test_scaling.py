@@ -3,8 +3,9 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Service, eventually
+from conftest import Service
 from service_config import GROWING, SLEEPY
+from waiting import eventually
 
 
 def running(service: Service, app: str) -> int:

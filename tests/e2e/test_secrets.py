@@ -6,8 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Service, eventually
+from conftest import Service
 from service_config import KEY, MODEL, PLAIN_PREFIX
+from waiting import eventually
 
 CANARY = "canary-8d42-in-a-coal-mine"
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import Service, eventually
+from conftest import Service
 from demo_modules import ROOT
 from sample_code import run_python, sample
 from service_config import DEMO as BASE
 from service_config import with_demo
 from test_clients_leave import hang_up_at_random
+from waiting import eventually
 
 QUILL = "tinker://demo/sampler_weights/quill"
 TOOLS = "tinker://demo/sampler_weights/tools"

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from conftest import eventually
+from waiting import eventually
 
 from serve_app.deploy_config import free_port
 from serve_app.processes import command_line
