@@ -31,16 +31,11 @@ async def read_json(exchange: Exchange, limits: LimitsConfig, workers: Workers) 
     check_media_type(exchange)
     declared = exchange.header(b"content-length") or "0"
     if declared.isdecimal() and int(declared[:19]) > limits.body_bytes:
-        exchange.extra_headers["connection"] = "close"  # the rest of the body is not going to be read
         raise _too_large(limits, int(declared[:19]))
     try:
         async with asyncio.timeout(limits.body_timeout_s):
             content = await _read(exchange.receive, limits)
-    except BodyTooLarge:
-        exchange.extra_headers["connection"] = "close"
-        raise
     except TimeoutError as exc:
-        exchange.extra_headers["connection"] = "close"
         raise InvalidRequest(f"The request body did not arrive within {limits.body_timeout_s:g} s.") from exc
     upgrade = exchange.header(b"upgrade")
     if not content and upgrade is not None:  # the server stops reading there: curl --http2 and Java's client try it

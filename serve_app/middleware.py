@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.errors import ClientTooSlow, ConfigRefused, HttpError, NotFound, NotReady, to_http
 from serve_app.exchange import ClientLeft, Exchange
+from serve_app.linger import Linger
 from serve_app.logs import trace_of
 from serve_app.service import Service
 from serve_app.sse import send_failure
@@ -33,6 +34,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 def layers(service: Service) -> list[Middleware]:
     return [
         Middleware(RefuseWebSockets),
+        Middleware(Linger),
         Middleware(Identify),
         Middleware(Record, recorder=service.recorder),
         Middleware(Catch),

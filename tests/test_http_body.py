@@ -1,19 +1,28 @@
 """The request body: what is JSON here, and what it may cost."""
 
+import asyncio
 import gc
 import json
 import re
+import select
+import socket
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from harness import BASE, RunningEdge
+from starlette.types import Message, Receive, Scope, Send
+from waiting import eventually
 from wire import error, post_head, read_response
 
 from serve_app.body import parse_object
 from serve_app.errors import InvalidRequest
+from serve_app.linger import Linger
 
 pytest_plugins = ("edge_fixtures",)
+
+JSON = "content-type: application/json"
 
 
 def send(edge: RunningEdge, content: bytes) -> Any:
@@ -86,6 +95,85 @@ def test_a_body_that_does_not_say_its_size_is_413_once_it_is_too_large(edge: Run
     finally:
         edge.reconfigure()
     assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
+
+
+REFUSED_EARLY = {
+    "too large": (413, post_head("/v1/completions", JSON, "content-length: 20000000")),
+    "no JSON": (415, post_head("/v1/completions", "content-length: 20000000")),
+    "no such path": (404, post_head("/v1/nowhere", JSON, "content-length: 20000000")),
+    "wrong key": (401, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 20000000\r\n\r\n"),
+    "the last": (404, post_head("/v1/nowhere", JSON, "connection: close", "content-length: 20000000")),
+    "chunked": (404, post_head("/v1/nowhere", JSON, "transfer-encoding: chunked") + b"1312d00\r\n"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_EARLY)
+def test_who_sends_everything_before_reading_gets_the_refusal_whole(edge: RunningEdge, kind: str) -> None:
+    expected, head = REFUSED_EARLY[kind]
+    with edge.raw() as connection:
+        connection.sendall(head + b" " * 1000)
+        eventually(lambda: edge.recorder.ended)  # it is answered
+        for _ in range(20):
+            connection.sendall(b" " * 999_950)
+        if kind == "chunked":
+            connection.sendall(b"\r\n0\r\n\r\n")
+        status, headers, body = read_response(connection)
+        assert connection.recv(1) == b"", "the connection must close: it could have been any number of bytes"
+    assert (status, headers["connection"]) == (expected, "close")
+    assert set(json.loads(body)) == {"error"}
+
+
+def test_a_refusal_before_a_small_body_leaves_the_connection_for_the_next_request(edge: RunningEdge) -> None:
+    with edge.raw() as connection:
+        for _ in range(3):
+            connection.sendall(post_head("/v1/nowhere", JSON, "content-length: 1000") + b" " * 500)
+            status, headers, _ = read_response(connection)
+            assert (status, "connection" in headers) == (404, False)
+            connection.sendall(b" " * 500)
+
+
+def test_who_keeps_the_body_back_after_a_refusal_is_let_go(edge: RunningEdge) -> None:
+    with edge.raw() as connection:
+        connection.sendall(post_head("/v1/nowhere", JSON, "content-length: 1000", "expect: 100-continue"))
+        status, headers, _ = read_response(connection)
+        assert connection.recv(1) == b""
+    assert (status, headers["connection"]) == (404, "close")
+
+
+def test_nobody_is_read_from_for_ever() -> None:
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    async def receive() -> Message:
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [(b"transfer-encoding", b"chunked")]}
+    asyncio.run(asyncio.wait_for(Linger(app, total_s=0.05)(scope, receive, send), 10))
+    assert [message.get("more_body", False) for message in sent] == [False, True, False]
+
+
+def test_refused_senders_take_no_more_than_some_of_the_requests_that_serve_lets_in(edge: RunningEdge) -> None:
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(edge.raw()) for _ in range(70)]
+        for connection in waiting:
+            connection.sendall(post_head("/v1/nowhere", JSON, "transfer-encoding: chunked"))
+        eventually(lambda: len(edge.recorder.ended) == 70)
+        for connection in waiting:
+            assert read_response(connection)[0] == 404
+        eventually(lambda: num_closed(waiting) >= 6)
+        assert num_closed(waiting) == 6, "the other 64 get two seconds"
+        assert edge.complete(max_tokens=1).status_code == 200
+
+
+def num_closed(connections: list[socket.socket]) -> int:
+    return len(select.select(connections, [], [], 0)[0])  # all that came was read: what can be read is the end
 
 
 def test_a_body_that_comes_too_slowly_is_400_and_the_connection_closes(edge: RunningEdge) -> None:
