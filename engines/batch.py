@@ -72,6 +72,13 @@ def build_batch(
     )
 
 
+def block_tables(chunks: SequenceOf[Chunk], block_size: int) -> list[list[int]]:
+    """Those of the chunks, filled up to the longest with the trash block."""
+    tables = [chunk.block_table(block_size) for chunk in chunks]
+    width = max(map(len, tables))
+    return [table + [TRASH_BLOCK] * (width - len(table)) for table in tables]
+
+
 def wanted_rows(chunk: Chunk, row: int) -> range:
     """The rows of a chunk that begins at `row` whose logits are wanted."""
     last = row + chunk.length - 1

@@ -65,15 +65,8 @@ class ModelRunner:
         self._gpu: GpuPath | None = None
         self._context = AdapterContext()
         self.has_states = bool(split_by_sequence(loaded.model, loaded.config, self._context.narrowed))
-        if self.has_states and config.exact:
-            raise ModelRefused(
-                f"{loaded.config.model_type}: exact is set, and layers that carry a state from token to token sum up "
-                "in an order that depends on the chunks."
-            )
-        if self.has_states and shards is not None:
-            raise ModelRefused(
-                f"{loaded.config.model_type}: layers that carry a state from token to token are not split over devices."
-            )
+        if self.has_states:
+            _check_states(loaded.config.model_type, exact=config.exact, is_split=shards is not None)
         probe = ShapeProbe()
         self._backend: AttentionBackend = probe
         chunk = _probe_chunk([1])
@@ -204,6 +197,17 @@ class ModelRunner:
             logger.warning("computing with torch alone, not with Triton kernels: %s", exc)
             return None
         return GpuPath(config, loaded.device, self._compute_rows, by_row=by_row)
+
+
+def _check_states(model_type: str, *, exact: bool, is_split: bool) -> None:
+    """Raises `ModelRefused` for what is not done with layers that carry a state from token to token."""
+    if exact:
+        raise ModelRefused(
+            f"{model_type}: exact is set, and layers that carry a state from token to token sum up in an order that "
+            "depends on the chunks."
+        )
+    if is_split:
+        raise ModelRefused(f"{model_type}: layers that carry a state from token to token are not split over devices.")
 
 
 def _by_request(batch: StepBatch, logits: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -52,6 +52,10 @@ class Chunk:
         """Whether the next token can be sampled after this chunk."""
         return self.end == len(self.sequence.token_ids)
 
+    def block_table(self, block_size: int) -> list[int]:
+        """The blocks up to the end of this chunk: in those for tokens that are still to come lies somebody else's."""
+        return self.sequence.blocks[: -(-self.end // block_size)]
+
 
 @dataclass(slots=True)
 class _Budget:

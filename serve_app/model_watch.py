@@ -104,8 +104,10 @@ class ModelWatch:
 
     def _is_recent(self, apps: Collection[str]) -> bool:
         without = [app for app in apps if not self._roster.replicas(app)]
-        needed_at = max([time.monotonic() - _INTERVAL_S, *(self._roster.emptied_at(app) for app in without)])
-        return not without or self._asked_at >= needed_at
+        if not without:
+            return True
+        emptied_at = max(self._roster.emptied_at(app) for app in without)
+        return self._asked_at >= max(time.monotonic() - _INTERVAL_S, emptied_at)
 
     async def _ask(self) -> None:
         asked_at = time.monotonic()

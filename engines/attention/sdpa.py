@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from engines.attention.interface import Attention
-from engines.batch import StepBatch
-from engines.block_pool import TRASH_BLOCK
+from engines.batch import StepBatch, block_tables
 from engines.kv_cache import KVCache
 from engines.scheduler import Chunk
 
@@ -78,18 +77,15 @@ def _lay_out(batch: StepBatch, block_size: int) -> _Layout:
     rows = [chunk for chunk in batch.chunks if chunk.length == 1]
     start, spans = len(rows), []
     for chunk in batch.chunks[len(rows) :]:
-        table = chunk.sequence.blocks[: -(-chunk.end // block_size)]
-        spans.append(Span(start, chunk.length, chunk.end, torch.tensor(table, device=device)))
+        table = torch.tensor(chunk.block_table(block_size), device=device)
+        spans.append(Span(start, chunk.length, chunk.end, table))
         start += chunk.length
     return _Layout(batch, _decode_rows(rows, block_size, device) if rows else None, tuple(spans))
 
 
 def _decode_rows(rows: list[Chunk], block_size: int, device: torch.device) -> DecodeRows:
-    # Not the blocks for tokens that are still to come: what lies there is somebody else's.
-    tables = [row.sequence.blocks[: -(-row.end // block_size)] for row in rows]
-    width = max(map(len, tables))
     return DecodeRows(
-        block_tables=torch.tensor([table + [TRASH_BLOCK] * (width - len(table)) for table in tables], device=device),
+        block_tables=torch.tensor(block_tables(rows, block_size), device=device),
         kv_lens=torch.tensor([row.end for row in rows], device=device),
     )
 

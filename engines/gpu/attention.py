@@ -7,7 +7,7 @@ import torch
 from triton import knobs, next_power_of_2
 
 from engines.attention.interface import Attention
-from engines.batch import StepBatch
+from engines.batch import StepBatch, block_tables
 from engines.gpu.kernels import attend_kernel, merge_kernel
 from engines.kv_cache import KVCache
 from engines.scheduler import Chunk
@@ -33,15 +33,13 @@ class PagedLayout:
 
     @classmethod
     def of(cls, chunks: SequenceOf[Chunk], block_size: int, device: torch.device) -> "PagedLayout":
-        tables = [chunk.sequence.blocks[: -(-chunk.end // block_size)] for chunk in chunks]
-        width = max(map(len, tables))
         starts = [0]
         for chunk in chunks:
             starts.append(starts[-1] + chunk.length)
         return cls(
             _int32(starts, device),
             _int32([chunk.end for chunk in chunks], device),
-            _int32([table + [0] * (width - len(table)) for table in tables], device),
+            _int32(block_tables(chunks, block_size), device),
             tuple(chunk.length for chunk in chunks),
         )
 
@@ -117,11 +115,7 @@ def attend(
     k_pad, v_pad = max(16, next_power_of_2(k_dim)), max(16, next_power_of_2(v_dim))
     splits = _splits(programs * kv_heads, num_programs, layout.block_tables.shape[1] * block_size)
     out = q.new_empty(rows, heads, v_dim)
-    scratch = (q.new_empty(0, dtype=torch.float32),) * 3
-    if splits > 1:
-        partial = torch.empty(splits, rows, heads, v_dim + 2, dtype=torch.float32, device=q.device).flatten()
-        size = splits * rows * heads
-        scratch = partial[: size * v_dim], partial[size * v_dim : size * (v_dim + 1)], partial[size * (v_dim + 1) :]
+    scratch = _scratch(splits * rows * heads if splits > 1 else 0, v_dim, q.device)
     sinks = attention.sinks if attention.sinks is not None else scratch[0]
     attend_kernel[(programs, kv_heads, splits)](
         q,
@@ -174,6 +168,12 @@ def attend(
             HAS_SINKS=attention.sinks is not None,
         )
     return out
+
+
+def _scratch(size: int, v_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a split leaves of `size` rows: unscaled values [size * v_dim], and two numbers [size] each."""
+    scratch = torch.empty(size * (v_dim + 2), dtype=torch.float32, device=device)
+    return scratch[: size * v_dim], scratch[size * v_dim : size * (v_dim + 1)], scratch[size * (v_dim + 1) :]
 
 
 def _splits(programs: int, num_programs: int, most_keys: int) -> int:

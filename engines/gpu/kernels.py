@@ -208,7 +208,6 @@ def shrink_kernel(
     narrow_ptr,
     x_row_stride,
     narrow_stride,
-    num_slots,
     IN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,

@@ -4,8 +4,9 @@ has the same shape whichever adapters its rows have, as a CUDA graph needs it.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from engines.lora.context import AdapterContext
 from engines.lora.pairs import LoraPair
 from engines.lora.targets import TargetKind
 from engines.lora.weights import AdapterWeights
-from engines.parallel.shards import Shards
 from engines.scheduler import Chunk
 from engines.sequence import NO_SLOT
 
@@ -33,6 +33,21 @@ def tiles_of(chunks: SequenceOf[Chunk], device: torch.device) -> torch.Tensor:
             tiles += [(first, min(TILE_ROWS, ends - first)) for first in range(row, ends, TILE_ROWS)]
         row += chunk.length
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(device)
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """A pair of kernels, and how much of the inputs and of the outputs one program takes at a time."""
+
+    shrink: Any
+    expand: Any
+    block_k: int
+    block_o: int
+    sizes: Mapping[str, int]
+
+
+_BY_ROW = _Kernels(shrink_kernel, expand_kernel, 256, 128, {})
+_BY_TILE = _Kernels(shrink_tiles_kernel, expand_tiles_kernel, 64, 64, {"ROWS": TILE_ROWS})
 
 
 class SlotTables:
@@ -68,60 +83,30 @@ class SlotTables:
         """y [..., out] += scale * B A x [..., in], by the `slots` [T] of the rows; -1 for none. `tiles` as of
         `tiles_of`, if there are any.
         """
+        kernels, starts = (_BY_ROW, (slots,)) if tiles is None else (_BY_TILE, (tiles, slots))
         flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         rows, width = flat_x.shape
         outputs = flat_y.shape[1]
         pointers, ranks = self._pointers[module], self._ranks[module]
         narrow = torch.empty(rows, self._max_rank, dtype=torch.float32, device=x.device)
-        if tiles is not None:
-            shrink_tiles_kernel[(tiles.shape[0], self._max_rank // _BLOCK_R)](
-                flat_x,
-                tiles,
-                slots,
-                pointers,
-                ranks,
-                self._scales[module],
-                narrow,
-                flat_x.stride(0),
-                narrow.stride(0),
-                IN=width,
-                ROWS=TILE_ROWS,
-                BLOCK_R=_BLOCK_R,
-                BLOCK_K=64,
-            )
-            expand_tiles_kernel[(tiles.shape[0], -(-outputs // 64))](
-                flat_y,
-                tiles,
-                slots,
-                pointers,
-                ranks,
-                narrow,
-                flat_y.stride(0),
-                narrow.stride(0),
-                pointers.shape[1],
-                OUT=outputs,
-                ROWS=TILE_ROWS,
-                BLOCK_O=64,
-                BLOCK_R=_BLOCK_R,
-            )
-            return y
-        shrink_kernel[(rows, self._max_rank // _BLOCK_R)](
+        programs = starts[0].shape[0]
+        kernels.shrink[(programs, self._max_rank // _BLOCK_R)](
             flat_x,
-            slots,
+            *starts,
             pointers,
             ranks,
             self._scales[module],
             narrow,
             flat_x.stride(0),
             narrow.stride(0),
-            pointers.shape[1],
             IN=width,
             BLOCK_R=_BLOCK_R,
-            BLOCK_K=256,
+            BLOCK_K=kernels.block_k,
+            **kernels.sizes,
         )
-        expand_kernel[(rows, -(-outputs // 128))](
+        kernels.expand[(programs, -(-outputs // kernels.block_o))](
             flat_y,
-            slots,
+            *starts,
             pointers,
             ranks,
             narrow,
@@ -129,8 +114,9 @@ class SlotTables:
             narrow.stride(0),
             pointers.shape[1],
             OUT=outputs,
-            BLOCK_O=128,
+            BLOCK_O=kernels.block_o,
             BLOCK_R=_BLOCK_R,
+            **kernels.sizes,
         )
         return y
 
@@ -147,22 +133,20 @@ class RowAdapters(AdapterModules):
         context: AdapterContext,
         *,
         adaptable: Mapping[str, TargetKind],
-        head: str | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        shards: Shards | None = None,
         num_slots: int,
         max_rank: int,
+        **rest: Any,
     ) -> None:
-        super().__init__(model, context, adaptable=adaptable, head=head, dtype=dtype, device=device, shards=shards)
+        """`rest`: as of `AdapterModules`."""
+        super().__init__(model, context, adaptable=adaptable, **rest)
         linear = sorted(
             path
             for path, kind in adaptable.items()
             # The kernels read A and B in the dtype of x and y, which is not the model's everywhere in every model.
-            if kind is TargetKind.LINEAR and model.get_submodule(path).weight.dtype == dtype
+            if kind is TargetKind.LINEAR and model.get_submodule(path).weight.dtype == self._dtype
         )
         self._numbers = {path: number for number, path in enumerate(linear)}
-        self._tables = SlotTables(len(linear), num_slots, max_rank, device)
+        self._tables = SlotTables(len(linear), num_slots, max_rank, self._device)
         self._max_rank = max_rank
         self._others: set[int] = set()
         for path, number in self._numbers.items():
@@ -192,19 +176,19 @@ class RowAdapters(AdapterModules):
     def runs_by_row(self, slot: int) -> bool:
         return slot not in self._others
 
-
-def check_tables(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises what the kernels raise on this device, and `RuntimeError` when they are wrong."""
-    generator = torch.Generator().manual_seed(0)
-    A, B, x = (torch.randn(size, generator=generator).to(device, dtype) for size in ((8, 80), (48, 8), (40, 80)))
-    tables = SlotTables(1, 2, 8, device)
-    tables.put(1, {0: LoraPair(A, B, 0.5)})
-    slots = torch.tensor([-1] + [1] * 39, dtype=torch.int32, device=device)
-    tiles = torch.tensor([[1, TILE_ROWS], [1 + TILE_ROWS, 39 - TILE_ROWS]], dtype=torch.int32, device=device)
-    expected = 0.5 * (x.float() @ A.float().T) @ B.float().T
-    expected[0] = 0
-    for stretches in (None, tiles):
-        found = tables.add(0, torch.zeros(40, 48, dtype=dtype, device=device), x, slots, stretches).float()
-        difference = float((found - expected).norm() / expected.norm())
-        if not difference < 0.02:  # NaN is not
-            raise RuntimeError(f"the products of adapters differ by {difference:.3g} (relative)")
+    def check(self) -> None:
+        """Raises what the kernels raise on this device, and `RuntimeError` when they are wrong."""
+        dtype, device = self._dtype, self._device
+        generator = torch.Generator().manual_seed(0)
+        A, B, x = (torch.randn(size, generator=generator).to(device, dtype) for size in ((8, 80), (48, 8), (40, 80)))
+        tables = SlotTables(1, 2, 8, device)
+        tables.put(1, {0: LoraPair(A, B, 0.5)})
+        slots = torch.tensor([-1] + [1] * 39, dtype=torch.int32, device=device)
+        tiles = torch.tensor([[1, TILE_ROWS], [1 + TILE_ROWS, 39 - TILE_ROWS]], dtype=torch.int32, device=device)
+        expected = 0.5 * (x.float() @ A.float().T) @ B.float().T
+        expected[0] = 0
+        for stretches in (None, tiles):
+            found = tables.add(0, torch.zeros(40, 48, dtype=dtype, device=device), x, slots, stretches).float()
+            difference = float((found - expected).norm() / expected.norm())
+            if not difference < 0.02:  # NaN is not
+                raise RuntimeError(f"the products of adapters differ by {difference:.3g} (relative)")

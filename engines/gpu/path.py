@@ -13,7 +13,7 @@ from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout, TritonBackend, is_interpreted
 from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
-from engines.gpu.lora import RowAdapters, check_tables, tiles_of
+from engines.gpu.lora import RowAdapters, tiles_of
 from engines.kv_cache import KVCache
 from engines.scheduler import Chunk
 
@@ -53,9 +53,8 @@ class GpuPath:
 
     def adapter_modules(self, *args: Any, **kwargs: Any) -> RowAdapters:
         """Arguments as of `AdapterModules`."""
-        limits: dict[str, Any] = {"num_slots": self._config.max_adapters, "max_rank": self._config.max_adapter_rank}
-        self._adapters = RowAdapters(*args, **{**kwargs, **limits})
-        self._dtype: torch.dtype = kwargs["dtype"]
+        config = self._config
+        self._adapters = RowAdapters(*args, **kwargs, num_slots=config.max_adapters, max_rank=config.max_adapter_rank)
         return self._adapters
 
     def allocate(self, cache: KVCache, context_length: int) -> AttentionBackend:
@@ -82,9 +81,10 @@ class GpuPath:
         """Record the graphs of all buckets now, so that no request has to wait for one. Before that, find out whether
         adapters work: the self-test has none.
         """
+        assert self._adapters is not None
         try:
             if self._by_row:
-                check_tables(self._dtype, self._device)
+                self._adapters.check()
         except Exception:  # whatever a compiler or a driver raises
             logger.warning("adapters are computed one by one, and without graphs", exc_info=True)
             self._by_row, self._graphs = False, None

@@ -26,7 +26,7 @@ class ChunkMessage:
         return cls(
             chunk.start,
             tuple(sequence.token_ids[chunk.start : chunk.end]),
-            tuple(sequence.blocks[: -(-chunk.end // block_size)]),
+            tuple(chunk.block_table(block_size)),
             sequence.slot,
             chunk.completes,
             sequence.scores_prompt,
