@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_harness import DEVICE, request
 
-from engines.gpu.lora import SlotTables, tiles_of
+from engines.gpu.lora import SlotTables, laid_out, tiles_of
 from engines.lora.pairs import LoraPair
 from engines.model_runner import NO_SINK
 from engines.scheduler import Chunk
@@ -25,7 +25,7 @@ def _without_gradients() -> Iterator[None]:
 
 def pair(rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> LoraPair:
     A, B = torch.randn(rank, inputs), torch.randn(outputs, rank)
-    return LoraPair(A.to(DEVICE, dtype), B.to(DEVICE, dtype), scale=0.3 * rank)
+    return laid_out(LoraPair(A.to(DEVICE, dtype), B.to(DEVICE, dtype), scale=0.3 * rank))
 
 
 def on_device(values: list[int]) -> torch.Tensor:
@@ -96,3 +96,15 @@ def test_a_cleared_slot_adds_nothing_and_a_new_adapter_takes_its_place() -> None
     torch.testing.assert_close(tables.add(0, y.clone(), x, slots).double(), expected(y, x, [new]))
     tables.put(2, {})
     assert not tables.add(0, y.clone(), x, slots).any()
+
+
+def test_pairs_are_laid_out_for_loads_of_16_bytes_whatever_they_were_cut_from() -> None:
+    whole = torch.randn(9, 33)
+    for A in (whole[:4, :32], whole.flatten()[1:129].view(4, 32), whole[:4].contiguous()[:, :32]):
+        for B in (whole[:5, :4], whole.flatten()[3:23].view(5, 4), whole.T[:5, :4]):
+            found = laid_out(LoraPair(A, B, 0.5))
+            assert torch.equal(found.A, A)
+            assert torch.equal(found.B, B)
+            assert found.A.is_contiguous()
+            assert found.B.mT.is_contiguous()
+            assert found.A.data_ptr() % 16 == found.B.data_ptr() % 16 == 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from triton import knobs, next_power_of_2
@@ -14,9 +15,6 @@ from engines.scheduler import Chunk
 
 _MAX_SPLITS = 16
 _KEYS_PER_SPLIT = 64
-_PREFILL_ROWS = 64
-_DECODE_ROWS = 16
-"""Rows of a program's product: its query tokens times the heads that share K and V. 16 is the least."""
 
 
 @dataclass(slots=True)
@@ -108,11 +106,12 @@ def attend(
         q = q.contiguous()
     group = heads // kv_heads
     is_decode = max(layout.lengths) == 1
-    block_m = max(_DECODE_ROWS if is_decode else _PREFILL_ROWS, next_power_of_2(group))
+    k_pad, v_pad = max(16, next_power_of_2(k_dim)), max(16, next_power_of_2(v_dim))
+    tiles = _Tiles.of(q.dtype, max(k_pad, v_pad), is_decode=is_decode)
+    block_m = max(tiles.rows, next_power_of_2(group))
     per_program = 1 if is_decode else block_m // group
     sequence, first = layout.queries(per_program)
     programs = sequence.shape[0]
-    k_pad, v_pad = max(16, next_power_of_2(k_dim)), max(16, next_power_of_2(v_dim))
     splits = _splits(programs * kv_heads, num_programs, layout.block_tables.shape[1] * block_size)
     out = q.new_empty(rows, heads, v_dim)
     scratch = _scratch(splits * rows * heads if splits > 1 else 0, v_dim, q.device)
@@ -149,11 +148,12 @@ def attend(
         BLOCK_SIZE=block_size,
         QUERIES=per_program,
         BLOCK_M=block_m,
-        BLOCK_N=64 if max(k_pad, v_pad) <= 128 and q.dtype.itemsize == 2 else 32,
+        BLOCK_N=tiles.keys,
         SPLITS=splits,
         HAS_WINDOW=bool(attention.window),
         HAS_SOFTCAP=attention.softcap is not None,
         HAS_SINKS=attention.sinks is not None,
+        num_warps=tiles.warps,
     )
     if splits > 1:
         merge_kernel[(rows, heads)](
@@ -168,6 +168,25 @@ def attend(
             HAS_SINKS=attention.sinks is not None,
         )
     return out
+
+
+class _Tiles(NamedTuple):
+    """What one program multiplies at a time: `rows`, its query tokens times the heads that share K and V, with `keys`.
+
+    Chosen so that everything fits the registers and the shared memory of any device since compute capability 8.0,
+    which `tests/test_triton_compile.py` checks. 16 rows is the least.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, width: int, *, is_decode: bool) -> "_Tiles":
+        if dtype == torch.float32:  # products of float32 are taken in registers
+            return cls(16, 32, 8)
+        keys = 64 if width <= 128 else 32
+        return cls(16, keys, 4) if is_decode else cls(64, keys, 4 if width <= 128 else 8)
 
 
 def _scratch(size: int, v_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

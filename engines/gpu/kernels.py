@@ -199,6 +199,12 @@ def merge_kernel(
 
 
 @triton.jit
+def _aligned(address, element):
+    """Loads of 16 bytes at a time need to know that they may be."""
+    return tl.multiple_of(address.to(tl.pointer_type(element)), 16)
+
+
+@triton.jit
 def shrink_kernel(
     x_ptr,
     slots_ptr,
@@ -219,7 +225,7 @@ def shrink_kernel(
         rank = tl.load(ranks_ptr + slot)
         r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         if tl.program_id(1) * BLOCK_R < rank:
-            a_ptr = tl.load(pointers_ptr + slot).to(tl.pointer_type(x_ptr.dtype.element_ty))
+            a_ptr = _aligned(tl.load(pointers_ptr + slot), x_ptr.dtype.element_ty)
             acc = tl.zeros([BLOCK_R], tl.float32)
             for start in range(0, IN, BLOCK_K):
                 i = start + tl.arange(0, BLOCK_K)
@@ -245,22 +251,22 @@ def expand_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """y [T, OUT] += B narrow, for each row the B [OUT, rank] of its slot."""
+    """y [T, OUT] += B narrow, for each row the B of its slot, which lies transposed: [rank, OUT]."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if slot >= 0:
         rank = tl.load(ranks_ptr + slot)
         if rank > 0:
             o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-            b_ptr = tl.load(pointers_ptr + num_slots + slot).to(tl.pointer_type(y_ptr.dtype.element_ty))
+            b_ptr = _aligned(tl.load(pointers_ptr + num_slots + slot), y_ptr.dtype.element_ty)
             acc = tl.zeros([BLOCK_O], tl.float32)
             for start in range(0, rank, BLOCK_R):
                 r = start + tl.arange(0, BLOCK_R)
                 narrow = tl.load(narrow_ptr + row * narrow_stride + r, mask=r < rank, other=0.0)
                 b = tl.load(
-                    b_ptr + o[:, None] * rank + r[None, :], mask=(o[:, None] < OUT) & (r[None, :] < rank), other=0.0
+                    b_ptr + r[:, None] * OUT + o[None, :], mask=(r[:, None] < rank) & (o[None, :] < OUT), other=0.0
                 )
-                acc += tl.sum(b.to(tl.float32) * narrow[None, :], 1)
+                acc += tl.sum(b.to(tl.float32) * narrow[:, None], 0)
             y = tl.load(y_ptr + row * y_row_stride + o, mask=o < OUT, other=0.0).to(tl.float32)
             tl.store(y_ptr + row * y_row_stride + o, (y + acc).to(y_ptr.dtype.element_ty), mask=o < OUT)
 
@@ -290,7 +296,7 @@ def shrink_tiles_kernel(
         m = tl.arange(0, ROWS)
         row = (first + m).to(tl.int64)
         r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-        a_ptr = tl.load(pointers_ptr + slot).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        a_ptr = _aligned(tl.load(pointers_ptr + slot), x_ptr.dtype.element_ty)
         acc = tl.zeros([ROWS, BLOCK_R], tl.float32)
         for start in range(0, IN, BLOCK_K):
             i = start + tl.arange(0, BLOCK_K)
@@ -333,7 +339,7 @@ def expand_tiles_kernel(
         m = tl.arange(0, ROWS)
         row = (first + m).to(tl.int64)
         o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-        b_ptr = tl.load(pointers_ptr + num_slots + slot).to(tl.pointer_type(y_ptr.dtype.element_ty))
+        b_ptr = _aligned(tl.load(pointers_ptr + num_slots + slot), y_ptr.dtype.element_ty)
         acc = tl.zeros([ROWS, BLOCK_O], tl.float32)
         for start in range(0, rank, BLOCK_R):
             r = start + tl.arange(0, BLOCK_R)
@@ -342,9 +348,7 @@ def expand_tiles_kernel(
                 mask=(m[:, None] < count) & (r[None, :] < rank),
                 other=0.0,
             )
-            b = tl.load(
-                b_ptr + o[None, :] * rank + r[:, None], mask=(o[None, :] < OUT) & (r[:, None] < rank), other=0.0
-            )
+            b = tl.load(b_ptr + r[:, None] * OUT + o[None, :], mask=(r[:, None] < rank) & (o[None, :] < OUT), other=0.0)
             acc += tl.dot(narrow.to(b.dtype), b, input_precision="ieee")
         place = y_ptr + row[:, None] * y_row_stride + o[None, :]
         is_own = (m[:, None] < count) & (o[None, :] < OUT)

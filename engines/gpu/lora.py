@@ -35,6 +35,16 @@ def tiles_of(chunks: SequenceOf[Chunk], device: torch.device) -> torch.Tensor:
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(device)
 
 
+def laid_out(pair: LoraPair) -> LoraPair:
+    """Equal, and as the kernels read it: 16 bytes at a time, B by its columns, which are long at any rank."""
+    return LoraPair(_dense(pair.A), _dense(pair.B.mT).mT, pair.scale)
+
+
+def _dense(matrix: torch.Tensor) -> torch.Tensor:
+    dense = matrix.contiguous()
+    return dense if dense.data_ptr() % 16 == 0 else dense.clone()
+
+
 @dataclass(frozen=True)
 class _Kernels:
     """A pair of kernels, and how much of the inputs and of the outputs one program takes at a time."""
@@ -59,11 +69,10 @@ class SlotTables:
         self._ranks = torch.zeros(num_modules, num_slots, dtype=torch.int32, device=device)
         self._scales = torch.zeros(num_modules, num_slots, dtype=torch.float32, device=device)
         self._max_rank = -(-max_rank // _BLOCK_R) * _BLOCK_R
+        self._held: dict[int, Mapping[int, LoraPair]] = {}  # what the pointers point to
 
     def put(self, slot: int, pairs: Mapping[int, LoraPair]) -> None:
-        """The pairs of one adapter by the module's number: contiguous, of at most `max_rank`, and to be kept for as
-        long as the slot has them.
-        """
+        """The pairs of one adapter by the module's number: as of `laid_out`, of at most `max_rank`."""
         pointers = torch.zeros(self._pointers.shape[:2], dtype=torch.int64)
         ranks = torch.zeros(self._ranks.shape[0], dtype=torch.int32)
         scales = torch.zeros(self._scales.shape[0], dtype=torch.float32)
@@ -73,9 +82,11 @@ class SlotTables:
         self._ranks[:, slot] = ranks.to(self._device)
         self._pointers[:, :, slot] = pointers.to(self._device)
         self._scales[:, slot] = scales.to(self._device)
+        self._held[slot] = pairs
 
     def clear(self, slot: int) -> None:
         self._ranks[:, slot] = 0
+        self._held.pop(slot, None)
 
     def add(
         self, module: int, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor | None = None
@@ -154,8 +165,7 @@ class RowAdapters(AdapterModules):
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
         prepared = super().prepare(weights)
-        pairs = {path: LoraPair(p.A.contiguous(), p.B.contiguous(), p.scale) for path, p in prepared.pairs.items()}
-        return replace(prepared, pairs=pairs)
+        return replace(prepared, pairs={path: laid_out(pair) for path, pair in prepared.pairs.items()})
 
     def install(self, slot: int, adapter: AdapterWeights) -> None:
         super().install(slot, adapter)
@@ -182,7 +192,7 @@ class RowAdapters(AdapterModules):
         generator = torch.Generator().manual_seed(0)
         A, B, x = (torch.randn(size, generator=generator).to(device, dtype) for size in ((8, 80), (48, 8), (40, 80)))
         tables = SlotTables(1, 2, 8, device)
-        tables.put(1, {0: LoraPair(A, B, 0.5)})
+        tables.put(1, {0: laid_out(LoraPair(A, B, 0.5))})
         slots = torch.tensor([-1] + [1] * 39, dtype=torch.int32, device=device)
         tiles = torch.tensor([[1, TILE_ROWS], [1 + TILE_ROWS, 39 - TILE_ROWS]], dtype=torch.int32, device=device)
         expected = 0.5 * (x.float() @ A.float().T) @ B.float().T
