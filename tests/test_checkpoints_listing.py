@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from engines.lora.digest import CONFIG_FILE
 from serve_app.checkpoints import CheckpointStore, Listing
-from serve_app.checkpoints.listing import Search, search_folder
+from serve_app.checkpoints.listing import Search, merge, search_folder
 from serve_app.model_id import CheckpointPath
 
 
@@ -61,7 +61,7 @@ def test_what_is_no_checkpoint_is_left_out(tmp_path: Path) -> None:
     assert _list(root, tmp_path / "not there", cache=tmp_path / "c") == Listing((_path("ok"),), True)
 
 
-def test_a_root_that_hangs_delays_neither_the_list_nor_a_request(tmp_path: Path) -> None:
+def test_a_root_that_hangs_keeps_nobody_from_what_is_in_the_others(tmp_path: Path) -> None:
     class Hanging(MemoryFileSystem):
         protocol = "hanging"
         store: ClassVar[dict[str, object]] = {}
@@ -76,13 +76,15 @@ def test_a_root_that_hangs_delays_neither_the_list_nor_a_request(tmp_path: Path)
     write(tmp_path / "root", files())
 
     async def list_for_many(store: CheckpointStore) -> list[Listing]:
-        listings = await asyncio.gather(*(store.list(f"owner {i}") for i in range(9)))
+        listings = await asyncio.gather(*(store.list(f"owner {i}") for i in range(20)))
         assert (await store.resolve(PATH)).digest == digest(files())
         return listings
 
     try:
-        with opened_store(tmp_path / "root", "hanging://root", cache=tmp_path / "c", timeout_s=0.3) as store:
-            assert run(lambda: list_for_many(store)) == [Listing((), False)] * 9
+        with opened_store(tmp_path / "root", "hanging://root", cache=tmp_path / "c", timeout_s=1) as store:
+            assert run(lambda: list_for_many(store)) == [Listing((PATH,), False)] * 20
+        with opened_store("hanging://root", tmp_path / "root", cache=tmp_path / "c", timeout_s=1) as store:
+            assert run(lambda: store.list(None)) == Listing((PATH,), False)
     finally:
         Hanging.go.set()
 
@@ -93,6 +95,15 @@ def test_an_earlier_root_hides_what_a_later_one_has(tmp_path: Path) -> None:
     write(tmp_path / "1", {CONFIG_FILE: config()}, _path("half"))
     write(tmp_path / "2", files(), _path("half"))
     assert _list(tmp_path / "1", tmp_path / "2", cache=tmp_path / "c").paths == ()
+
+
+def test_of_many_roots_no_more_is_listed_than_of_one() -> None:
+    searches = [Search(None, found={_path(str(i), run_name): float(i) for i in range(600)}) for run_name in "abc"]
+    listing = merge(searches)
+    assert len(listing.paths) == 1000
+    assert not listing.is_complete
+    assert listing.paths[:4] == (_path("599", "a"), _path("599", "b"), _path("599", "c"), _path("598", "a"))
+    assert merge(searches[:1]) == Listing(tuple(_path(str(i), "a") for i in reversed(range(600))), True)
 
 
 def test_a_remote_root_is_listed_too(tmp_path: Path) -> None:

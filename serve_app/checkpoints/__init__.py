@@ -11,6 +11,7 @@ Errors are those of `serve_app.errors`: `CheckpointError` and below, and `Invali
 """
 
 from serve_app.checkpoints.checkpoint import Checkpoint
-from serve_app.checkpoints.store import CheckpointStore, Listing, StoreCounters
+from serve_app.checkpoints.listing import Listing
+from serve_app.checkpoints.store import CheckpointStore, StoreCounters
 
 __all__ = ["Checkpoint", "CheckpointStore", "Listing", "StoreCounters"]

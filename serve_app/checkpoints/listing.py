@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,22 +27,33 @@ from serve_app.checkpoints.tar import Member, TarRefused, TarTruncated, TarWrong
 from serve_app.errors import InvalidRequest
 from serve_app.model_id import CheckpointPath, parse_checkpoint_path
 
+MAX_FOUND = 1000
 _TAR = ".tar"
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """`paths`: newest first. `is_complete`: whether these are all. `bases`: what they were trained on, if they tell."""
+
+    paths: tuple[CheckpointPath, ...]
+    is_complete: bool
+    bases: Mapping[CheckpointPath, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(slots=True)
 class Search:
-    """One listing under way: for whom, within which bounds, and what was found, with its time of change and, where it
-    tells, the base that it was trained on.
+    """One look through a root: for whom, within which bounds, and what was found, with its time of change and, where it
+    tells, the base that it was trained on. `has_failed`: the root could not be read, or not all of it.
     """
 
     caller: str | None
-    max_found: int = 1000
+    max_found: int = MAX_FOUND
     max_entries: int = 20_000
     seconds: float = 5.0
     found: dict[CheckpointPath, float] = field(default_factory=dict)
     bases: dict[CheckpointPath, str] = field(default_factory=dict)
-    _claimed: set[CheckpointPath] = field(default_factory=set)
+    has_failed: bool = False
+    claimed: set[CheckpointPath] = field(default_factory=set)
     _started: float = field(default_factory=time.monotonic)
     _entries: int = 0
 
@@ -57,10 +68,10 @@ class Search:
         return late or self._entries > self.max_entries or len(self.found) >= self.max_found
 
     def claim(self, path: CheckpointPath) -> bool:
-        """Whether no earlier root has anything at the path: the first that does decides, as in a request."""
-        if path in self._claimed:
+        """Note that something lies at the path; False if that is known already."""
+        if path in self.claimed:
             return False
-        self._claimed.add(path)
+        self.claimed.add(path)
         return True
 
     def add(
@@ -78,8 +89,21 @@ class Search:
             if base is not None:
                 self.bases[path] = base
 
-    def newest_first(self) -> tuple[CheckpointPath, ...]:
-        return tuple(sorted(self.found, key=lambda path: (-self.found[path], str(path))))
+
+def merge(searches: Iterable[Search]) -> Listing:
+    """Of the roots in their order: the first that has anything at a path decides, as in a request."""
+    found: dict[CheckpointPath, float] = {}
+    bases: dict[CheckpointPath, str] = {}
+    claimed: set[CheckpointPath] = set()
+    is_complete = True
+    for search in searches:
+        mine = search.found.keys() - claimed
+        found |= {path: search.found[path] for path in mine}
+        bases |= {path: search.bases[path] for path in mine & search.bases.keys()}
+        claimed |= search.claimed
+        is_complete = is_complete and not (search.is_cut or search.has_failed)
+    paths = sorted(found, key=lambda path: (-found[path], str(path)))
+    return Listing(tuple(paths[:MAX_FOUND]), is_complete and len(paths) <= MAX_FOUND, bases)
 
 
 def search_folder(root: str, search: Search) -> None:

@@ -9,11 +9,12 @@ checkpoint: it is there in the first request after its last byte was written, an
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from serve_app.checkpoints.beneath import LeavesRoot
@@ -21,7 +22,7 @@ from serve_app.checkpoints.checkpoint import Checkpoint, is_open_to
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
 from serve_app.checkpoints.filesystem import FileSystem, StoreFailed
 from serve_app.checkpoints.flights import Flights
-from serve_app.checkpoints.listing import Search, search_files, search_folder
+from serve_app.checkpoints.listing import Listing, Search, merge, search_files, search_folder
 from serve_app.checkpoints.local import LocalRoot
 from serve_app.checkpoints.remote import RemoteRoot
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused
@@ -31,15 +32,6 @@ from serve_app.model_id import CheckpointPath
 logger = logging.getLogger(__name__)
 
 _LIST_S = 15.0  # a search looks for 5 s; the rest is for the call that it waits for
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """`paths`: newest first. `is_complete`: whether these are all. `bases`: what they were trained on, if they tell."""
-
-    paths: tuple[CheckpointPath, ...]
-    is_complete: bool
-    bases: Mapping[CheckpointPath, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +65,12 @@ class CheckpointStore:
         self._cache = DiskCache(directory, cache_bytes)
         self._looks = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-look")
         self._reads = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-read")
-        self._searches = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-list")
-        self._listings = Flights[str | None, Listing](self._searches)
         self._timeout_s = timeout_s
         self._clock = clock
         self._roots = [self._root(root, max_bytes, recheck_s) for root in roots]
+        # Each root has its own: one that hangs keeps them all.
+        self._searches = [ThreadPoolExecutor(2, thread_name_prefix="checkpoint-list") for _ in roots]
+        self._listings = [Flights[str | None, Search](searches) for searches in self._searches]
 
     def _root(self, root: str, max_bytes: int, recheck_s: float) -> LocalRoot | RemoteRoot:
         if root.startswith("file://"):
@@ -143,35 +136,39 @@ class CheckpointStore:
 
     async def list(self, owner: str | None) -> Listing:
         """Checkpoints that look complete and that this owner may use. Bounded: at most 1000, and 5 s of looking. A root
-        that cannot be listed is left out; while one does not answer at all, the list is empty and not complete.
+        that cannot be listed, or does not answer in time, is left out.
         """
+        return merge(await asyncio.gather(*(self._search(number, owner) for number in range(len(self._roots)))))
+
+    async def _search(self, number: int, owner: str | None) -> Search:
         try:
             async with asyncio.timeout(min(self._timeout_s, _LIST_S)):
-                return await self._listings.run(owner, lambda: self._search(owner))
+                return await self._listings[number].run(owner, partial(_search_root, self._roots[number], owner))
         except TimeoutError:
-            logger.warning("The roots of checkpoints were not listed in time.")
-            return Listing((), is_complete=False)
-
-    def _search(self, owner: str | None) -> Listing:
-        search, is_complete = Search(owner), True
-        for root in self._roots:
-            try:
-                if isinstance(root, LocalRoot):
-                    search_folder(root.root, search)
-                else:
-                    search_files(root.files, search)
-            except FileNotFoundError:
-                continue
-            except (OSError, StoreFailed) as exc:
-                logger.warning("A root of checkpoints cannot be listed: %r", exc)
-                is_complete = False
-        return Listing(search.newest_first(), is_complete and not search.is_cut, search.bases)
+            logger.warning("Root %d of the checkpoints was not listed in time.", number)
+            return Search(owner, has_failed=True)
 
     def close(self) -> None:
         """What is under way ends in its own time; its results are dropped."""
         self._looks.shutdown(wait=False, cancel_futures=True)
         self._reads.shutdown(wait=False, cancel_futures=True)
-        self._searches.shutdown(wait=False, cancel_futures=True)
+        for searches in self._searches:
+            searches.shutdown(wait=False, cancel_futures=True)
+
+
+def _search_root(root: LocalRoot | RemoteRoot, owner: str | None) -> Search:
+    search = Search(owner)
+    try:
+        if isinstance(root, LocalRoot):
+            search_folder(root.root, search)
+        else:
+            search_files(root.files, search)
+    except FileNotFoundError:
+        pass
+    except (OSError, StoreFailed) as exc:
+        logger.warning("A root of checkpoints cannot be listed: %r", exc)
+        search.has_failed = True
+    return search
 
 
 def _not_found(path: CheckpointPath) -> CheckpointNotFound:
