@@ -20,7 +20,8 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 .PHONY: help print-python setup setup-dev demo serve example test test-slow test-gpu test-clients format clean
 
-# The checkout's place counts too: the package is installed in editable mode, which points to it.
+# The checkout's place counts too: the package is installed in editable mode, which points to it. So what another
+# checkout installed in the same environment is not what it was once this one has.
 LOCK := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; pwd; } | sha256sum | cut -c1-16)
 SERVE_INSTALLED := $(VENV)/.installed-serve-$(LOCK)
 DEV_INSTALLED := $(VENV)/.installed-dev-$(LOCK)
@@ -35,6 +36,7 @@ NODE := tests/clients/node
 NODE_INSTALLED := $(NODE)/node_modules/.installed-$(shell sha256sum < $(NODE)/package-lock.json | cut -c1-16)
 
 define install
+@rm -f $(VENV)/.installed-*
 @grep -v '^torch==' constraints.txt > $(CONSTRAINTS)
 @echo '==> Installing $(TORCH)'
 @$(PIP) install -c $(CONSTRAINTS) $(TORCH)

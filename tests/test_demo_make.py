@@ -71,6 +71,20 @@ def test_the_development_set_up_is_enough_for_the_service(checkout: Checkout) ->
     assert checkout.make("setup") == (0, [])
 
 
+def test_two_checkouts_that_share_an_environment_take_it_over_from_each_other(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    one, other = Checkout(tmp_path / "a"), Checkout(tmp_path / "b")
+    shared = f"VENV={one.folder}/.venv"
+    pip = f"-m pip --disable-pip-version-check install -c {one.folder}/.venv/constraints.txt"
+    installed = [f"{pip} torch==2.13.0", f"{pip} -e .[dev]"]
+    for checkout in (one, other, one):
+        (one.bin / "calls").write_text("")
+        checkout.make("setup-dev", shared)
+        assert (one.bin / "calls").read_text().splitlines() == installed
+    assert one.make("setup-dev", shared) == (0, [])
+
+
 def test_an_installation_that_failed_is_tried_again(checkout: Checkout) -> None:
     (checkout.bin / "fails").touch()
     assert checkout.make("setup") == (2, installs("gguf")[:1])
