@@ -33,6 +33,7 @@ from engine_harness import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB
+from waiting import eventually
 
 from engines.errors import (
     AdapterChanged,
@@ -348,9 +349,7 @@ def clients(rng: Random) -> tuple[list[GenerateRequest], list[int], dict[int, in
 
 
 def test_closing_a_busy_engine_ends_every_request_joins_its_thread_and_frees_its_memory() -> None:
-    gc.collect()
-    caches = sum(isinstance(thing, KVCache) for thing in gc.get_objects())
-    threads = threading.active_count()
+    caches, before = num_caches(), threading.enumerate()
     engine = DrivenEngine(engine_config("llama", attention="sdpa", max_running=2))
 
     async def check() -> None:
@@ -372,10 +371,14 @@ def test_closing_a_busy_engine_ends_every_request_joins_its_thread_and_frees_its
 
     engine.run(check())
     assert engine.stats().failed
-    gc.collect()
-    assert sum(isinstance(thing, KVCache) for thing in gc.get_objects()) == caches
+    eventually(lambda: num_caches() <= caches)  # a load that is under way is not waited for, and holds on to the model
     engine.close()
-    assert threading.active_count() == threads
+    eventually(lambda: {one.name for one in threading.enumerate() if one not in before} <= {"tqdm_monitor"})
+
+
+def num_caches() -> int:
+    gc.collect()
+    return sum(isinstance(thing, KVCache) for thing in gc.get_objects())
 
 
 def test_an_engine_that_was_not_started_takes_nothing() -> None:
