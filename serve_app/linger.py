@@ -15,13 +15,12 @@ class Linger:
     """ASGI middleware. A refusal often comes first: a wrong key, a body that is too large. A server that closes a
     connection while bytes come in resets it, and the client may lose the answer that it has not read yet, since most
     send everything before they read (RFC 9112, section 9.6). So the answer goes out whole, what still comes is thrown
-    away, for `total_s` at most and until nothing has come for `quiet_s`, and only then the exchange ends. The layers
+    away, for `total_s` at most and until nothing has come for two seconds, and only then the exchange ends. The layers
     inside do not wait for that. Beyond a number of them at a time the next ones end at once.
     """
 
-    def __init__(self, app: ASGIApp, quiet_s: float = _QUIET_S, total_s: float = _TOTAL_S) -> None:
+    def __init__(self, app: ASGIApp, total_s: float = _TOTAL_S) -> None:
         self._app = app
-        self._quiet_s = quiet_s
         self._total_s = total_s
         self._num_lingering = 0
 
@@ -41,7 +40,7 @@ class Linger:
         self._num_lingering += 1
         try:
             while (left := end - time.monotonic()) > 0:
-                async with asyncio.timeout(min(self._quiet_s, left)):
+                async with asyncio.timeout(min(_QUIET_S, left)):
                     if not _is_more(await receive()):
                         return
         except TimeoutError:
@@ -69,14 +68,16 @@ class _Body:
         return message
 
     async def send(self, message: Message) -> None:
-        if not self._was_read:
-            gave_up = self._was_asked_for or not _is_small(self._scope)
-            if message["type"] == "http.response.start" and gave_up:
-                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            elif message["type"] == "http.response.body" and not message.get("more_body", False):
-                self.is_answered_early = True
-                message = {**message, "more_body": True}
-        await self._send(message)
+        await self._send(message if self._was_read else self._early(message))
+
+    def _early(self, message: Message) -> Message:
+        if message["type"] == "http.response.start":
+            if self._was_asked_for or not _is_small(self._scope):
+                return {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.is_answered_early = True
+            return {**message, "more_body": True}
+        return message
 
 
 def _is_more(message: Message) -> bool:

@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+from readme_blocks import ROOT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # that a program may have, by compute capability
 
 

@@ -99,7 +99,9 @@ def describe(capability: int, case: str, dtype: torch.dtype, name: str, kernel: 
     return Compiled(capability, name, case, str(dtype), registers, stack, kernel.metadata.shared, dict(loads))
 
 
-def attention(heads: tuple[int, int, int, int], load: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+def attention(
+    heads: tuple[int, int, int, int], load: tuple[list[int], list[int]], asked: Attention, dtype: torch.dtype
+) -> None:
     num_heads, kv_heads, k_dim, v_dim = heads
     new, lengths = load
     ends = torch.tensor([0, *new]).cumsum(0).int()
@@ -109,15 +111,12 @@ def attention(heads: tuple[int, int, int, int], load: tuple[list[int], list[int]
         torch.empty(size, dtype=dtype)
         for size in ((sum(new), num_heads, k_dim), (64, 16, kv_heads, k_dim), (64, 16, kv_heads, v_dim))
     )
-    attend(q, k, v, Attention(0, 0.1), layout, num_programs=264)
+    attend(q, k, v, asked, layout, num_programs=264)
 
 
 def everything(dtype: torch.dtype) -> None:
     """Gemma 2's window and soft cap, gpt-oss' sinks, and splits that are merged."""
-    q, kv = torch.empty(2, 8, 256, dtype=dtype), torch.empty(64, 16, 4, 256, dtype=dtype)
-    ends, lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([3000, 9], dtype=torch.int32)
-    layout = PagedLayout(ends, lengths, torch.zeros(2, 188, dtype=torch.int32), (1, 1))
-    attend(q, kv, kv, Attention(0, 0.1, 4096, 50.0, torch.empty(8, dtype=dtype)), layout, num_programs=264)
+    attention((8, 4, 256, 256), ([1, 1], [3000, 9]), Attention(0, 0.1, 4096, 50.0, torch.empty(8, dtype=dtype)), dtype)
 
 
 def adapters(rows: int, dtype: torch.dtype, *, by_tiles: bool) -> None:
@@ -130,7 +129,7 @@ def adapters(rows: int, dtype: torch.dtype, *, by_tiles: bool) -> None:
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
     for model, heads in HEADS.items():
         for load, tokens in LOADS.items():
-            yield f"{model}, {load}", partial(attention, heads, tokens, dtype)
+            yield f"{model}, {load}", partial(attention, heads, tokens, Attention(0, 0.1), dtype)
     yield "everything", partial(everything, dtype)
     yield "adapters by row", partial(adapters, 8, dtype, by_tiles=False)
     yield "adapters by tiles", partial(adapters, 64, dtype, by_tiles=True)

@@ -157,9 +157,8 @@ class _Arrays:
         fresh: list[int] = []
         row = max_len = 0
         for index, chunk in enumerate(batch.chunks):
-            first, last = -(-chunk.start // block_size), -(-chunk.end // block_size)
-            blocks = chunk.sequence.blocks[:last]
-            fresh += blocks[first:]
+            blocks = chunk.block_table(block_size)
+            fresh += blocks[-(-chunk.start // block_size) :]
             spans += (row, chunk.length, chunk.end, len(tables))
             tables += blocks
             for start in range(0, chunk.length, ROWS_PER_ITEM):
