@@ -8,6 +8,7 @@ import torch
 from engines.block_pool import TRASH_BLOCK
 from engines.scheduler import Chunk
 from engines.sequence import NO_SLOT
+from engines.transfer import sent
 
 PROBE_TOKENS = 3
 """Rows of a batch by which a model is tried."""
@@ -30,6 +31,14 @@ class StepBatch:
     fresh_blocks: torch.Tensor | None
     logit_rows: torch.Tensor
     slots: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """First tokens of chunks that the device alone knows yet: of chunk i the one at `rows[i]` of `token_ids` int64."""
+
+    token_ids: torch.Tensor
+    rows: tuple[int, ...]
 
 
 def build_batch(
@@ -63,12 +72,12 @@ def build_batch(
     slots += [NO_SLOT] * filler
     return StepBatch(
         chunks=tuple(ordered),
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        kv_slots=torch.tensor(kv_slots, dtype=torch.int64, device=device),
-        fresh_blocks=torch.tensor(fresh, dtype=torch.int64, device=device) if fresh else None,
-        logit_rows=torch.tensor(wanted, dtype=torch.int64, device=device),
-        slots=torch.tensor(slots, dtype=torch.int32, device=device) if any(s != NO_SLOT for s in slots) else None,
+        token_ids=sent(token_ids, device),
+        positions=sent(positions, device),
+        kv_slots=sent(kv_slots, device),
+        fresh_blocks=sent(fresh, device) if fresh else None,
+        logit_rows=sent(wanted, device),
+        slots=sent(slots, device, torch.int32) if any(s != NO_SLOT for s in slots) else None,
     )
 
 

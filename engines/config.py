@@ -24,7 +24,8 @@ class EngineConfig:
     are each one's then.
     `attention`: "native" are the C kernels for Llama-like models on a CPU, built with the machine's compiler into
     `kernel_cache`; "triton" are kernels for CUDA devices; "sdpa" is torch for all models; "auto" is what can be had of
-    the others, else "sdpa". `cuda_graphs`: decode steps are recorded once and replayed, with "triton".
+    the others, else "sdpa". `cuda_graphs`: decode steps are recorded once and replayed, with "triton". `overlap`: each
+    of those is started before the tokens of the one before it are on the host.
     """
 
     source: str
@@ -50,6 +51,7 @@ class EngineConfig:
     adapter_load_timeout_s: float = 60.0
     attention: AttentionName = "auto"
     cuda_graphs: bool = True
+    overlap: bool = True
     kernel_cache: str = "~/.cache/roundhouse/kernels"
     exact: bool = False
     threads: int | None = None

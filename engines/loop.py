@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from threading import Condition
@@ -12,12 +12,13 @@ from typing import Protocol
 
 import torch
 
-from engines.batch import StepBatch, wanted_rows
+from engines.batch import Carried, StepBatch
 from engines.errors import AdapterError, EngineError, EngineStopped, NonFiniteLogits
+from engines.outcome import Outcome, Outcomes, rows_of_chunks
 from engines.pace import PrefillPace
 from engines.protocol import Adapter, FinishReason, TokenDelta, TokenLogprob
-from engines.sampler import Sampled, prompt_logprobs, sample
-from engines.scheduler import Chunk, Scheduler
+from engines.sampler import Sampled
+from engines.scheduler import Chunk, Scheduler, StepPlan
 from engines.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,13 @@ class Runner(Protocol):
 
     def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
         """The batch, and logits [wanted rows, vocab]."""
+
+    def decode(
+        self, chunks: SequenceOf[Chunk], carried: Carried | None = None
+    ) -> tuple[StepBatch, torch.Tensor] | None:
+        """As `forward`, for chunks of one token after which the next is drawn, the tokens themselves perhaps `carried`,
+        and in their order. Does not wait for the device; None where that is not possible.
+        """
 
     def check_health(self) -> None:
         """Compute something that depends on no request; raises whatever it raises."""
@@ -89,6 +97,7 @@ class EngineLoop:
     _commands: deque[Command] = field(default_factory=deque)
     _wake: Condition = field(default_factory=Condition)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
+    _flight: Outcomes | None = None
     _stopping: bool = False
     _ended: bool = False
 
@@ -152,44 +161,125 @@ class EngineLoop:
         for adapter, error in self.adapters.poll().items():
             self._fail([s for s in self._sequences.values() if s.request.adapter == adapter], error)
         started = time.monotonic()
-        plan = self.scheduler.plan()
-        if not plan:
-            if self.scheduler.is_idle or self.adapters.is_loading:
-                self.last_progress = started
-            return False
+        if self._flight is not None:
+            self._land(self._flight, started)
+        else:
+            plan = self.scheduler.plan()
+            if not plan:
+                if self.scheduler.is_idle or self.adapters.is_loading:
+                    self.last_progress = started
+                return False
+            if not plan.prefill:
+                self._flight = self._draw(self._decode(plan.decode))
+            if self._flight is None:
+                self._run(plan)
+        self.last_progress = time.monotonic()
+        self.counters.step_seconds += self.last_progress - started
+        return True
+
+    def _run(self, plan: StepPlan) -> None:
+        """Two forwards, not one: on the CPU the kernels for few rows and for many differ, also in their rounding, and
+        the tokens of those who decode need not wait for the prefill.
+        """
         failures: list[tuple[Sequence, EngineError]] = []
-        # Two forwards, not one: on the CPU the kernels for few rows and for many differ, also in their rounding, and
-        # the tokens of those who decode need not wait for the prefill.
         progressed = [self._timed(chunks, failures) for chunks in (plan.decode, plan.prefill) if chunks]
-        if not any(progressed):
+        self._conclude(failures, any(progressed))
+
+    def _conclude(self, failures: list[tuple[Sequence, EngineError]], progressed: bool) -> None:
+        if not progressed:
             # Every request of the step failed: is it they, or the device? If this raises, the engine is broken, and
             # they end as all others do.
             self.runner.check_health()
         self._emit(failures)
-        self.last_progress = time.monotonic()
         self.counters.steps += 1
-        self.counters.step_seconds += self.last_progress - started
-        return True
+
+    def _land(self, flight: Outcomes, started: float) -> None:
+        """Take in what was decoded. Before that the device is given the decoding that comes next, if nothing else does;
+        what it computes in vain, for those who end here, is thrown away.
+        """
+        ahead = self._decode_ahead(flight)
+        self._flight = None
+        failures: list[tuple[Sequence, EngineError]] = []
+        live = [chunk for chunk in flight.chunks if self._is_live(chunk.sequence)]
+        outcomes: list[Outcome] | None = None
+        try:
+            outcomes = flight.collect()
+        except Exception:
+            logger.exception("decoding failed")
+        if outcomes is not None:
+            progressed = self._commit([outcome for outcome in outcomes if self._is_live(outcome.chunk.sequence)])
+        else:
+            ahead, progressed = None, bool(live) and self._compute(live, failures)
+        if ahead is not None:
+            self._flight = self._draw(ahead, without=flight.revised)
+            self._learn(0, time.monotonic() - started)
+        self._conclude(failures, progressed or not live)
+
+    def _decode_ahead(self, flight: Outcomes) -> tuple[StepBatch, torch.Tensor] | None:
+        following = self.scheduler.plan_ahead(flight.drawn)
+        if not following:
+            return None
+        places, chunks = zip(*following, strict=True)
+        return self._decode(chunks, flight.carried(places))
+
+    def _decode(
+        self, chunks: SequenceOf[Chunk], carried: Carried | None = None
+    ) -> tuple[StepBatch, torch.Tensor] | None:
+        """Without waiting for the device. None where that cannot be, or fails: `_compute` will find out whose fault it
+        was.
+        """
+        try:
+            return self.runner.decode(chunks, carried)
+        except Exception:
+            logger.exception("decoding ahead failed")
+            return None
+
+    def _draw(
+        self, decoded: tuple[StepBatch, torch.Tensor] | None, without: Collection[Sequence] = ()
+    ) -> Outcomes | None:
+        """Have the device draw the tokens of those who are still there. None as of `_decode`."""
+        if decoded is None:
+            return None
+        batch, logits = decoded
+        rows = [
+            (chunk, row, row)
+            for row, chunk in enumerate(batch.chunks)
+            if self._is_live(chunk.sequence) and chunk.sequence not in without
+        ]
+        try:
+            # A copy, since the next forward writes to the same logits.
+            return Outcomes(rows, logits.to(torch.float32, copy=True)) if rows else None
+        except Exception:
+            logger.exception("drawing ahead failed")
+            return None
+
+    def _is_live(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.request_id) is sequence
 
     def _timed(self, chunks: SequenceOf[Chunk], failures: list[tuple[Sequence, EngineError]]) -> bool:
         """Compute them, and learn from it how much prefill the next step has time for."""
         started = time.monotonic()
         progressed = self._compute(chunks, failures)
+        tokens = sum(chunk.length for chunk in chunks)
+        self._learn(tokens if tokens > len(chunks) else 0, time.monotonic() - started)
+        return progressed
+
+    def _learn(self, prefill_tokens: int, seconds: float) -> None:
+        """How long computing so many tokens, or decoding, has taken."""
         if self.pace is not None:
-            seconds, tokens = time.monotonic() - started, sum(chunk.length for chunk in chunks)
-            if tokens > len(chunks):
-                self.pace.prefilled(tokens, seconds)
+            if prefill_tokens:
+                self.pace.prefilled(prefill_tokens, seconds)
             else:
                 self.pace.decoded(seconds)
             self.scheduler.prefill_limit = self.pace.tokens
-        return progressed
 
     def _compute(self, chunks: SequenceOf[Chunk], failures: list[tuple[Sequence, EngineError]]) -> bool:
         """Run chunks together, or one by one when that fails, so that one request cannot fail another. Adds those
         that failed alone to `failures`; returns whether any did not fail.
         """
         try:
-            results = _results(*self.runner.forward(chunks))
+            batch, logits = self.runner.forward(chunks)
+            outcomes = Outcomes(rows_of_chunks(batch), logits).collect()
         except Exception as exc:
             request_ids = [chunk.sequence.request_id for chunk in chunks]
             logger.exception("a forward pass failed", extra={"request_ids": request_ids})
@@ -198,23 +288,23 @@ class EngineLoop:
             error = exc if isinstance(exc, EngineError) else EngineError("The model could not be run for this request.")
             failures += [(chunk.sequence, error) for chunk in chunks]
             return False
-        return self._commit(results)
+        return self._commit(outcomes)
 
-    def _commit(self, results: SequenceOf["_Result"]) -> bool:
-        """Returns whether any request has not failed by its result."""
+    def _commit(self, outcomes: SequenceOf[Outcome]) -> bool:
+        """Returns whether any request has not failed by its outcome."""
         events: list[tuple[Sequence, Event]] = []
-        for result in results:
-            chunk, sequence = result.chunk, result.chunk.sequence
-            sequence.prompt_logprobs += result.scores
+        for outcome in outcomes:
+            chunk, sequence = outcome.chunk, outcome.chunk.sequence
+            sequence.prompt_logprobs += outcome.scores
             self._count(chunk)
             self.scheduler.commit(chunk)
             if chunk.completes:
-                event = self._advance(sequence, result.draw)
+                event = self._advance(sequence, outcome.draw)
                 if not isinstance(event, EngineError):
                     self.scheduler.share(sequence)
                 events.append((sequence, event))
         self._emit(events)
-        return sum(isinstance(event, EngineError) for _, event in events) < len(results)
+        return sum(isinstance(event, EngineError) for _, event in events) < len(outcomes)
 
     def _count(self, chunk: Chunk) -> None:
         if chunk.length == 1 and chunk.sequence.num_output:
@@ -264,61 +354,6 @@ class EngineLoop:
 
     def _fail(self, sequences: SequenceOf[Sequence], error: EngineError) -> None:
         self._emit([(sequence, error) for sequence in sequences if sequence.request_id in self._sequences])
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What a chunk's logits say: the next token, if one is wanted, and the scores of prompt tokens, if wanted."""
-
-    chunk: Chunk
-    draw: Sampled | None
-    scores: list[TokenLogprob | None]
-
-
-def _results(batch: StepBatch, logits: torch.Tensor) -> list[_Result]:
-    """Changes no sequence, so whatever it raises, the chunks can be run again."""
-    rows = _rows_of(batch)
-    complete = [(chunk, last) for chunk, _, last in rows if chunk.completes and _samples(chunk)]
-    sampled: list[Sampled] = []
-    if complete:
-        picked = [last for _, last in complete]
-        own = logits if picked == list(range(logits.shape[0])) else logits[picked]
-        sampled = sample(own, [chunk.sequence for chunk, _ in complete])
-    draws = {chunk.sequence.request_id: draw for (chunk, _), draw in zip(complete, sampled, strict=True)}
-    return [
-        _Result(chunk, draws.get(chunk.sequence.request_id), _score_prompt(chunk, logits, first))
-        for chunk, first, _ in rows
-    ]
-
-
-def _rows_of(batch: StepBatch) -> list[tuple[Chunk, int, int]]:
-    """Each chunk with its first and last row among the wanted logits; last < first when it has none."""
-    rows: list[tuple[Chunk, int, int]] = []
-    at = 0
-    for chunk in batch.chunks:
-        count = len(wanted_rows(chunk, 0))
-        rows.append((chunk, at, at + count - 1))
-        at += count
-    return rows
-
-
-def _samples(chunk: Chunk) -> bool:
-    return chunk.sequence.request.sampling.max_tokens > 0
-
-
-def _score_prompt(chunk: Chunk, logits: torch.Tensor, first: int) -> list[TokenLogprob | None]:
-    """Log-probabilities of the prompt tokens after the chunk's tokens. Not again after a preemption."""
-    sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
-    if sampling.prompt_logprobs is None or sequence.num_output or sequence.delivered:
-        return []
-    # The first token is predicted by nothing.
-    scores: list[TokenLogprob | None] = [] if sequence.prompt_logprobs else [None]
-    start = max(0, len(sequence.prompt_logprobs) - 1)  # the row that predicts the first token not scored yet
-    targets = sequence.token_ids[start + 1 : min(chunk.end + 1, sequence.num_prompt)]
-    if targets:
-        offset = first + start - chunk.start
-        scores += prompt_logprobs(logits[offset : offset + len(targets)], targets, sampling)
-    return scores
 
 
 def _has_nan(sequence: Sequence) -> bool:

@@ -13,7 +13,7 @@ from engines.attention.exact import ExactBackend
 from engines.attention.interface import NAME, AttentionBackend, Paged, ShapeProbe, register
 from engines.attention.recurrent import split_by_sequence, state_bytes
 from engines.attention.sdpa import SdpaBackend
-from engines.batch import PROBE_TOKENS, StepBatch, build_batch
+from engines.batch import PROBE_TOKENS, Carried, StepBatch, build_batch
 from engines.block_pool import TRASH_BLOCK
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
@@ -60,6 +60,7 @@ class ModelRunner:
         self._device = loaded.device
         self._block_size = config.block_size
         self._tiled = config.exact
+        self._overlap = config.overlap
         self._exact = False
         self._native: NativeModel | None = None
         self._gpu: GpuPath | None = None
@@ -139,6 +140,12 @@ class ModelRunner:
                 return decoded
         batch = self._batch(chunks)
         return batch, self._run(batch, batch.logit_rows)
+
+    def decode(
+        self, chunks: SequenceOf[Chunk], carried: Carried | None = None
+    ) -> tuple[StepBatch, torch.Tensor] | None:
+        """As of `loop.Runner`: by the recorded decode steps."""
+        return self._gpu.decode(chunks, carried) if self._gpu is not None and self._overlap else None
 
     def check_health(self) -> None:
         """Run a few tokens of the base model in the trash block. Raises what the device raises."""

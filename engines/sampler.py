@@ -17,6 +17,7 @@ import torch
 
 from engines.protocol import SamplingParams, TokenLogprob
 from engines.sequence import Sequence
+from engines.transfer import Arriving, rows_of, sent, with_rows
 
 CANDIDATES = 1024
 """How many of the most likely tokens truncation looks at first."""
@@ -40,33 +41,97 @@ class Sampled:
 
 def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sampled]:
     """One token per row of `logits` [rows, vocab], any float dtype."""
-    logits = logits.float()
-    params = [sequence.request.sampling for sequence in sequences]
-    logits = _penalise(logits, sequences, params)
-    best, ids = logits.max(dim=-1)  # NaN wins a max, so this also shows rows that are not finite
-    # One transfer: each would wait for a device.
-    finite, chosen = torch.stack((torch.isfinite(best).long(), ids)).tolist()
-    drawn = [row for row, p in enumerate(params) if p.temperature > 0 and finite[row]]
-    if drawn:
-        for row, token_id in zip(drawn, _draw(logits, drawn, sequences), strict=True):
-            chosen[row] = token_id
-    wanted = [row for row, p in enumerate(params) if p.logprobs is not None and finite[row]]
-    logprobs = _logprobs(logits, wanted, chosen, params) if wanted else {}
-    return [Sampled(chosen[row] if finite[row] else None, logprobs.get(row)) for row in range(len(params))]
+    return Draws(logits, sequences).collect()
+
+
+class Draws:
+    """One token per row of `logits` [rows, vocab], any float dtype, in the making. Only `collect` waits for the device;
+    until then nobody may write to logits that are float32.
+
+    `token_ids` [rows] int64, on the device: what the next forward can begin with. Any token where the logits are not
+    finite. `revised`: rows for which `collect` found another token, since their truncation keeps more than was looked
+    at; they are few.
+    """
+
+    def __init__(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
+        params = self._params = [sequence.request.sampling for sequence in sequences]
+        logits = self._logits = _penalise(logits.float(), sequences, params)
+        best, ids = logits.max(dim=-1)  # NaN wins a max, so this also shows rows that are not finite
+        is_open = torch.zeros_like(ids)
+        self._drawn = [row for row, p in enumerate(params) if p.temperature > 0]
+        if self._drawn:
+            own = [params[row] for row in self._drawn]
+            self._numbers = [uniform(params[row].seed, sequences[row].num_output) for row in self._drawn]
+            # softmax and cumsum keep to one row; sum and logsumexp split a lone row over threads, and change its bits.
+            self._weights = torch.softmax(_scale(rows_of(logits, self._drawn), [p.temperature for p in own]), dim=-1)
+            drawn, drawn_open = _draw(self._weights, own, self._numbers)
+            ids, is_open = with_rows(ids, self._drawn, drawn), with_rows(is_open, self._drawn, drawn_open.long())
+        self.token_ids = ids
+        self.revised: frozenset[int] = frozenset()
+        self._wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
+        self._chosen = Arriving(torch.stack((torch.isfinite(best).long(), is_open, ids)))
+        self._scores = Arriving(*self._score(rows_of(ids, self._wanted))) if self._wanted else None
+
+    def collect(self) -> list[Sampled]:
+        """Waits for the device."""
+        finite, is_open, chosen = self._chosen.get()[0].tolist()
+        unsure = [row for row, is_unsure in enumerate(is_open) if is_unsure and finite[row]]
+        if unsure:
+            drawn = chosen.copy()
+            for row, token_id in zip(unsure, self._widened(unsure), strict=True):
+                chosen[row] = token_id
+            self.revised = frozenset(row for row in unsure if chosen[row] != drawn[row])
+        logprobs = self._reports(chosen) if self._scores is not None else {}
+        return [
+            Sampled(chosen[row], logprobs.get(row)) if finite[row] else Sampled(None)
+            for row in range(len(self._params))
+        ]
+
+    def _widened(self, rows: list[int]) -> list[int]:
+        """The tokens of rows whose truncation keeps more than were looked at: looks at ever more."""
+        places = [self._drawn.index(row) for row in rows]
+        params, numbers = [self._params[row] for row in rows], [self._numbers[place] for place in places]
+        weights = rows_of(self._weights, places)
+        width = CANDIDATES
+        while width < weights.shape[-1]:
+            width = min(width * 8, weights.shape[-1])
+            token_ids, is_open = _draw_truncated(weights, params, numbers, width)
+            if not bool(is_open.any()):
+                break
+        drawn: list[int] = token_ids.tolist()
+        return drawn
+
+    def _score(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As of `_score`, of the temperature-scaled distribution before truncation, for the rows that want it."""
+        own = [self._params[row] for row in self._wanted]
+        scaled = _scale(rows_of(self._logits, self._wanted), [p.temperature for p in own])
+        return _score(scaled, token_ids, max(p.logprobs or 0 for p in own))
+
+    def _reports(self, chosen: list[int]) -> dict[int, TokenLogprob]:
+        assert self._scores is not None
+        token_ids = [chosen[row] for row in self._wanted]
+        scores = self._scores.get()
+        if not self.revised.isdisjoint(self._wanted):
+            scores = self._score(sent(token_ids, self._logits.device))
+        reports = zip(self._wanted, _reports(token_ids, *scores), strict=True)
+        return {
+            row: TokenLogprob(report.token_id, report.logprob, report.top[: self._params[row].logprobs])
+            for row, report in reports
+        }
 
 
 def prompt_logprobs(logits: torch.Tensor, targets: SequenceOf[int], params: SamplingParams) -> list[TokenLogprob]:
     """Log-probabilities of `targets`, the tokens after the rows of `logits` [rows, vocab]; NaN if not finite."""
     assert params.prompt_logprobs is not None
     scaled = _scale(logits.float(), [params.temperature] * len(targets))
-    return _report(scaled, targets, params.prompt_logprobs)
+    return _reports(targets, *_score(scaled, sent(targets, logits.device), params.prompt_logprobs))
 
 
 def _scale(logits: torch.Tensor, temperatures: SequenceOf[float]) -> torch.Tensor:
     """Logits over temperature, 0 standing for 1. The largest becomes 0 first, so that no temperature overflows."""
     smallest = torch.finfo(logits.dtype).tiny
-    divisors = logits.new_tensor([max(t, smallest) if t else 1.0 for t in temperatures])
-    return (logits - logits.amax(dim=-1, keepdim=True)) / divisors[:, None]
+    divisors = [max(t, smallest) if t else 1.0 for t in temperatures]
+    return (logits - logits.amax(dim=-1, keepdim=True)) / sent(divisors, logits.device, logits.dtype)[:, None]
 
 
 def _penalise(
@@ -113,42 +178,40 @@ class _Entries:
         self.values += values
 
     def tensors(self, logits: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        rows, token_ids = (torch.tensor(ids, device=logits.device) for ids in (self.rows, self.token_ids))
-        return (rows, token_ids), logits.new_tensor(self.values)
+        rows, token_ids = sent([self.rows, self.token_ids], logits.device)
+        return (rows, token_ids), sent(self.values, logits.device, logits.dtype)
 
 
-def _draw(logits: torch.Tensor, rows: list[int], sequences: SequenceOf[Sequence]) -> list[int]:
-    params = [sequences[row].request.sampling for row in rows]
-    numbers = [uniform(p.seed, sequences[row].num_output) for row, p in zip(rows, params, strict=True)]
-    picked = logits if len(rows) == logits.shape[0] else logits[torch.tensor(rows, device=logits.device)]
-    # softmax and cumsum keep to one row; sum and logsumexp split a lone row over threads, which changes its bits.
-    weights = torch.softmax(_scale(picked, [p.temperature for p in params]), dim=-1)
-    token_ids = [0] * len(rows)
+def _draw(
+    weights: torch.Tensor, params: list[SamplingParams], numbers: list[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token per row of weights [rows, vocab], and whether the row's truncation may keep more than was looked at."""
     whole = [i for i, p in enumerate(params) if p.top_k == 0 and p.top_p >= 1 and p.min_p <= 0]
+    token_ids = torch.zeros(len(params), dtype=torch.int64, device=weights.device)
+    is_open = torch.zeros_like(token_ids, dtype=torch.bool)
     if whole:
-        for i, token_id in zip(whole, _invert(weights[whole], [numbers[i] for i in whole]).tolist(), strict=True):
-            token_ids[i] = token_id
-    truncated = [i for i in range(len(rows)) if i not in set(whole)]
-    width = min(CANDIDATES, logits.shape[-1])
-    while truncated:
-        found, truncated = _draw_truncated(weights, truncated, params, numbers, width)
-        for i, token_id in found:
-            token_ids[i] = token_id
-        width = min(width * 8, logits.shape[-1])
-    return token_ids
+        own = sent([numbers[i] for i in whole], weights.device, torch.float64)
+        token_ids = with_rows(token_ids, whole, _invert(rows_of(weights, whole), own))
+    if len(whole) < len(params):
+        truncated = [i for i in range(len(params)) if i not in set(whole)]
+        width = min(CANDIDATES, weights.shape[-1])
+        found = _draw_truncated(
+            rows_of(weights, truncated), [params[i] for i in truncated], [numbers[i] for i in truncated], width
+        )
+        token_ids, is_open = (with_rows(v, truncated, f) for v, f in zip((token_ids, is_open), found, strict=True))
+    return token_ids, is_open
 
 
 def _draw_truncated(
-    weights: torch.Tensor, rows: list[int], params: list[SamplingParams], numbers: list[float], width: int
-) -> tuple[list[tuple[int, int]], list[int]]:
-    """Draw among the `width` most likely tokens; returns (row, token) pairs, and the rows that may keep more tokens."""
-    own = [params[i] for i in rows]
+    weights: torch.Tensor, params: list[SamplingParams], numbers: list[float], width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw among the `width` most likely tokens; returns the tokens, and which rows may keep more tokens than that."""
     vocab = weights.shape[-1]
-    top, ids = weights[rows].topk(width, dim=-1)  # sorted, most likely first
+    top, ids = weights.topk(width, dim=-1)  # sorted, most likely first
     probability = top.double()
-    top_k = torch.tensor([p.top_k or vocab for p in own], device=weights.device)[:, None]
-    top_p = probability.new_tensor([p.top_p for p in own])[:, None]
-    min_p = probability.new_tensor([p.min_p for p in own])[:, None]
+    limits = [(p.top_k or vocab, p.top_p, p.min_p, number) for p, number in zip(params, numbers, strict=True)]
+    columns = sent(limits, weights.device, torch.float64)
+    top_k, top_p, min_p = columns[:, 0:1], columns[:, 1:2], columns[:, 2:3]
     keep = torch.arange(width, device=weights.device) < top_k
     kept = probability * keep
     cumulative = kept.cumsum(dim=-1)
@@ -158,46 +221,34 @@ def _draw_truncated(
     keep &= probability >= min_p * probability[:, :1]
     keep[:, 0] = True
     # Whether later tokens may be kept too, and whether the mass that top-p is a share of is not known yet.
-    open_ended = (top_k[:, 0] > width) & (width < vocab) & (keep[:, -1] | ((top_p < 1) & (top_k < vocab))[:, 0])
-    sure = [i for i, is_open in enumerate(open_ended.tolist()) if not is_open]
-    unsure = [row for row, is_open in zip(rows, open_ended.tolist(), strict=True) if is_open]
-    if not sure:
-        return [], unsure
-    picks = _invert((probability * keep)[sure], [numbers[rows[i]] for i in sure])
-    token_ids = ids[sure].gather(1, picks[:, None])[:, 0].tolist()
-    return list(zip([rows[i] for i in sure], token_ids, strict=True)), unsure
+    is_open = (top_k[:, 0] > width) & (width < vocab) & (keep[:, -1] | ((top_p < 1) & (top_k < vocab))[:, 0])
+    picks = _invert(probability * keep, columns[:, 3])
+    return ids.gather(1, picks[:, None])[:, 0], is_open
 
 
-def _invert(weights: torch.Tensor, numbers: list[float]) -> torch.Tensor:
+def _invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The first index of each row whose cumulative weight exceeds number * total: the inverse CDF, in float64."""
     cumulative = weights.double().cumsum(dim=-1)
-    target = cumulative.new_tensor(numbers)[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    index = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)[:, 0]
     # Rounding can put the target at the very end: then the last token that has any weight is meant.
     last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(dim=-1)
     return torch.minimum(index, last)
 
 
-def _logprobs(
-    logits: torch.Tensor, rows: list[int], chosen: list[int], params: SequenceOf[SamplingParams]
-) -> dict[int, TokenLogprob]:
-    """Of the temperature-scaled distribution, before truncation; rows by how many alternatives they want."""
-    scaled = _scale(logits[rows], [params[row].temperature for row in rows])
-    count = max(params[row].logprobs or 0 for row in rows)
-    reports = _report(scaled, [chosen[row] for row in rows], count)
-    return {
-        row: TokenLogprob(report.token_id, report.logprob, report.top[: params[row].logprobs])
-        for row, report in zip(rows, reports, strict=True)
-    }
-
-
-def _report(scaled: torch.Tensor, targets: SequenceOf[int], count: int) -> list[TokenLogprob]:
+def _score(scaled: torch.Tensor, targets: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities of `targets` [rows], then those of the `count` likeliest tokens [rows, count] and their ids, if
+    there are to be any.
+    """
     logprobs = torch.log_softmax(scaled, dim=-1)
-    own = logprobs.gather(1, torch.tensor(targets, device=scaled.device)[:, None])[:, 0].tolist()
-    if not count:
-        return [TokenLogprob(target, value) for target, value in zip(targets, own, strict=True)]
-    top, top_ids = logprobs.topk(min(count, scaled.shape[-1]), dim=-1)
+    own = logprobs.gather(1, targets[:, None])[:, 0]
+    return (own, *logprobs.topk(min(count, scaled.shape[-1]), dim=-1)) if count else (own,)
+
+
+def _reports(targets: SequenceOf[int], own: torch.Tensor, *top: torch.Tensor) -> list[TokenLogprob]:
+    if not top:
+        return [TokenLogprob(target, value) for target, value in zip(targets, own.tolist(), strict=True)]
+    values, ids = (tensor.tolist() for tensor in top)
     return [
-        TokenLogprob(target, value, tuple(zip(ids, values, strict=True)))
-        for target, value, ids, values in zip(targets, own, top_ids.tolist(), top.tolist(), strict=True)
+        TokenLogprob(target, value, tuple(zip(row_ids, row_values, strict=True)))
+        for target, value, row_ids, row_values in zip(targets, own.tolist(), ids, values, strict=True)
     ]

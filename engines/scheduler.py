@@ -8,6 +8,7 @@ sequence of full length, which the engine checks when it starts.
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,6 +100,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.prefill_limit: int | None = None  # below `max_step_tokens_decoding`, as the loop measures
+        self._no_room_for: set[str] = set()  # requests that could not be admitted with what is free now
 
     def add(self, sequence: Sequence) -> None:
         self.queue.join(sequence)
@@ -122,6 +124,32 @@ class Scheduler:
             self._add(plan.decode if admitted.num_pending == 1 else plan.prefill, admitted, budget)
         _use_up(plan.prefill, budget)
         return plan
+
+    def plan_ahead(self, drawn: SequenceOf[Chunk]) -> list[tuple[int, Chunk]]:
+        """What surely follows decode chunks whose tokens are not known yet: the place of each in `drawn` that is not at
+        its length, and its next chunk. Nothing if the next step may have more to do than to decode those.
+        """
+        running = [(place, chunk) for place, chunk in enumerate(drawn) if chunk.sequence.blocks]
+        if len(running) < len(self.running) or self._may_admit():
+            return []
+        ahead: list[tuple[int, Chunk]] = []
+        for place, chunk in running:
+            sequence = chunk.sequence
+            if sequence.num_output + 1 >= sequence.request.sampling.max_tokens:
+                continue
+            if chunk.end >= len(sequence.blocks) * self._pool.block_size:
+                block = self._pool.allocate(1)
+                if block is None:  # somebody is to be preempted
+                    return []
+                sequence.blocks.extend(block)
+            ahead.append((place, Chunk(sequence, chunk.end, 1)))
+        return ahead
+
+    def _may_admit(self) -> bool:
+        """Whether somebody waits who was not refused since the last time that anything became free."""
+        if len(self.running) >= self._max_running:
+            return False
+        return any(sequence.request_id not in self._no_room_for for sequence in self._candidates([]))
 
     def _add(self, chunks: list[Chunk], sequence: Sequence, budget: _Budget) -> None:
         """Plan as many pending tokens as the budget has; of a prompt that needs more than a step anyway half as many,
@@ -174,12 +202,13 @@ class Scheduler:
                 # Memory is the bound for everybody: nobody smaller slips past, or large prompts would starve.
                 if slot != NO_SLOT:
                     self._slots.unpin(slot)
-                return None
+                break
             sequence.slot = slot
             for waiting in blocked:
                 waiting.bypassed += 1
             self._start(sequence)
             return sequence
+        self._no_room_for = {sequence.request_id for sequence in self._candidates([])}
         return None
 
     def _candidates(self, blocked: list[Sequence]) -> Iterator[Sequence]:
@@ -246,6 +275,7 @@ class Scheduler:
         self.queue.retire(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
+        self._no_room_for.clear()
         self.running.remove(sequence)
         self._pool.release(sequence.blocks)
         sequence.blocks = []

@@ -125,6 +125,7 @@ class ModelArgs(_Section):
     adapter_load_timeout_s: Seconds = 60.0
     attention: AttentionName = "auto"
     cuda_graphs: bool = True
+    overlap: bool = True
     kernel_cache: Text = "~/.cache/roundhouse/kernels"
     exact: bool = False
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None

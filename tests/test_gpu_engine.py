@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from engine_harness import (
@@ -80,12 +81,35 @@ def test_decoding_goes_through_graphs_but_for_adapters_that_change_more_than_lin
 ) -> None:
     engine, replayed = engines("llama", **SETTINGS), []
     run = DecodeGraphs.run
-    monkeypatch.setattr(DecodeGraphs, "run", lambda self, chunks: replayed.append(len(chunks)) or run(self, chunks))
+    monkeypatch.setattr(
+        DecodeGraphs, "run", lambda self, chunks, *rest: replayed.append(len(chunks)) or run(self, chunks, *rest)
+    )
     for bound, expected in ((None, 3), (adapter("llama", "all"), 3), (adapter("llama", "embedding"), 0)):
         replayed.clear()
         engine.one(request(prompt_of(20), adapter=bound, max_tokens=4))
         # The first token comes from the prefill; the probe by which the harness waits is one token of the base.
         assert replayed == [1] * (expected + 1)
+
+
+@pytest.mark.slow
+def test_decoding_that_runs_ahead_of_the_host_gives_the_same_tokens(engines: Engines) -> None:
+    stops = frozenset(range(0, 320, 9))
+    kinds: list[dict[str, Any]] = [
+        {"adapter": adapter("llama", "all")},
+        {"temperature": 1.0, "stop_token_ids": stops},
+        {"temperature": 0.9, "top_p": 0.8, "stop_token_ids": stops, "adapter": adapter("llama", "q-v")},
+        {"repetition_penalty": 1.5, "temperature": 0.7, "logprobs": 2},
+    ]
+    found = []
+    for overlap in (True, False):
+        engine = engines("llama", **SETTINGS, overlap=overlap, kv_cache_bytes=kv_bytes("llama", 10))
+        requests = [
+            request(prompt_of(14 + index), max_tokens=8, **{"seed": index, **kinds[index % len(kinds)]})
+            for index in range(6)
+        ]
+        found.append([result.token_ids for result in engine.generate(*requests, arrivals=[0, 0, 0, 0, 12, 16])])
+    assert found[0] == found[1]
+    assert any(len(token_ids) < 8 for token_ids in found[0]), "somebody should have met a stop token"
 
 
 def test_more_rows_than_there_is_a_graph_for_are_computed_without(engines: Engines, monkeypatch) -> None:

@@ -8,7 +8,7 @@ from engine_harness import DEVICE, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.batch import StepBatch
+from engines.batch import Carried, StepBatch
 from engines.gpu.attention import PagedLayout
 from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
 from engines.model_runner import NO_SINK
@@ -50,6 +50,15 @@ def decoding(rng: Random, length: int) -> Sequence:
     return sequence
 
 
+def carry(rng: Random, chunks: list[Chunk]) -> Carried:
+    """Takes the last token from each sequence; it is on the device alone then."""
+    places = sorted(rng.sample(range(20), len(chunks)))
+    token_ids = torch.full((20,), -1, dtype=torch.int64, device=DEVICE)
+    for chunk, place in zip(chunks, places, strict=True):
+        token_ids[place] = chunk.sequence.token_ids.pop()
+    return Carried(token_ids, tuple(places))
+
+
 @pytest.mark.parametrize("max_rows", [1, 3, 16])
 @given(seed=st.integers(0, 10_000))
 def test_a_step_reads_its_own_sequences(max_rows: int, seed: int) -> None:
@@ -65,16 +74,26 @@ def test_a_step_reads_its_own_sequences(max_rows: int, seed: int) -> None:
             elif rng.random() < 0.2:  # preempted, and back in other blocks
                 sequence.blocks = [rng.randrange(1, 99) for _ in sequence.blocks]
         rng.shuffle(running)
-        chunks = [Chunk(sequence, len(sequence.token_ids) - 1, 1) for sequence in running]
-        if not chunks:
-            continue
-        batch, found = graphs.run(chunks) or pytest.fail("there is a graph for that many")
-        assert batch.chunks == tuple(chunks)
-        assert found.tolist() == expected(chunks)
+        if running:
+            decode(graphs, rng, running)
         for sequence in running:
             sequence.append(rng.randrange(300))
             if len(sequence.token_ids) > len(sequence.blocks) * BLOCK:
                 sequence.blocks.append(rng.randrange(1, 99))
+
+
+def decode(graphs: DecodeGraphs, rng: Random, running: list[Sequence]) -> None:
+    """A step in which the last tokens are on the host, and one in which they are not, or only one of these."""
+    chunks = [Chunk(sequence, len(sequence.token_ids) - 1, 1) for sequence in running]
+    rows = expected(chunks)
+    for is_carried in rng.choice([(False,), (True,), (False, True)]):
+        carried = carry(rng, chunks) if is_carried else None
+        batch, found = graphs.run(chunks, carried) or pytest.fail("there is a graph for that many")
+        assert batch.chunks == tuple(chunks)
+        assert found.tolist() == rows
+    for sequence, (token_id, *_) in zip(running, rows, strict=True):
+        if is_carried:
+            sequence.append(token_id)
 
 
 @pytest.mark.gpu
@@ -85,5 +104,7 @@ def test_graphs_recorded_on_a_device_read_the_same() -> None:
     for count in (1, 2, 16, 3, 16, 1):
         torch.randn(1 << 20, device=DEVICE)  # whatever was let go is taken by others
         chunks = [Chunk(one, len(one.token_ids) - 1, 1) for one in (decoding(rng, 50) for _ in range(count))]
-        _, found = graphs.run(chunks) or pytest.fail("there is a graph for that many")
-        assert found.tolist() == expected(chunks)
+        rows = expected(chunks)
+        for carried in (None, carry(rng, chunks)):
+            _, found = graphs.run(chunks, carried) or pytest.fail("there is a graph for that many")
+            assert found.tolist() == rows

@@ -2,132 +2,28 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from random import Random
+from functools import partialmethod
 from threading import Thread
 
 import pytest
 import torch
 from engine_harness import request
+from loop_drive import BREAKS, MISSHAPEN, NAN, RAISES, Bench, HashRunner, greedy, logits_after
 
-from engines.batch import StepBatch, build_batch, wanted_rows
-from engines.block_pool import BlockPool
-from engines.errors import AdapterError, EngineError, EngineStopped, NonFiniteLogits
-from engines.loop import EngineLoop, Event
+from engines.errors import EngineError, NonFiniteLogits
+from engines.loop import EngineLoop
 from engines.model_runner import NO_SINK
 from engines.pace import PrefillPace
-from engines.protocol import Adapter, FinishReason, GenerateRequest, TokenDelta
-from engines.scheduler import Chunk, Scheduler
+from engines.protocol import FinishReason, TokenDelta
 from engines.sequence import Sequence as Generation
 
-VOCAB = 50
-RAISES, NAN, MISSHAPEN, BREAKS = 41, 42, 43, 44
-"""Tokens of the prompt at which the runner raises, gives NaN, gives no logits, and breaks for good."""
 
-
-def logits_after(token_ids: Sequence[int]) -> list[float]:
-    rng = Random(repr(list(token_ids)))
-    return [rng.gauss(0, 2) if token_id < 40 else -30.0 for token_id in range(VOCAB)]
-
-
-@dataclass
-class HashRunner:
-    repeatable: bool = True
-    broken: bool = False
-    batches: list[list[int]] = field(default_factory=list)
-
-    def forward(self, chunks: Sequence[Chunk]) -> tuple[StepBatch, torch.Tensor]:
-        self.batches.append([chunk.length for chunk in chunks])
-        known = {token_id for chunk in chunks for token_id in chunk.sequence.token_ids}
-        self.broken = self.broken or BREAKS in known
-        if self.broken or RAISES in known:
-            raise RuntimeError("the device said no")
-        batch = build_batch(chunks, 16, torch.device("cpu"))
-        rows = [
-            logits_after(chunk.sequence.token_ids[: chunk.start + row + 1])
-            for chunk in batch.chunks
-            for row in wanted_rows(chunk, 0)
-        ]
-        logits = torch.tensor(rows).view(len(rows), VOCAB)
-        at = 0
-        for chunk in batch.chunks:
-            if NAN in chunk.sequence.token_ids:
-                logits[at : at + len(wanted_rows(chunk, 0)), 3] = float("nan")
-            at += len(wanted_rows(chunk, 0))
-        return batch, logits[:0] if MISSHAPEN in known else logits
-
-    def check_health(self) -> None:
-        if self.broken:
-            raise RuntimeError("the device is gone")
-
-
-class NoAdapters:
-    is_loading = False
-
-    def want(self, adapter: Adapter) -> None: ...
-    def unwant(self, adapter: Adapter) -> None: ...
-    def poll(self) -> dict[Adapter, AdapterError]:
-        return {}
-
-    def ready(self, adapter: Adapter) -> bool:
-        return True
-
-    def pin(self, adapter: Adapter) -> int | None:
-        return 0
-
-    def unpin(self, slot: int) -> None: ...
-
-
-@dataclass
-class Bench:
-    """A loop that is stepped by the test."""
-
-    runner: HashRunner = field(default_factory=HashRunner)
-    num_blocks: int = 100
-    emitted: list[list[tuple[str, Event]]] = field(default_factory=list)
-    ended: list[EngineStopped] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks, 16)
-        budgets = {"max_running": 8, "max_step_tokens": 64, "max_step_tokens_decoding": 32}
-        self.scheduler = Scheduler(self.pool, NoAdapters(), **budgets, prefix_cache=True)
-
-        def emit(events: Sequence[tuple[Generation, Event]]) -> None:
-            self.emitted.append([(sequence.request_id, event) for sequence, event in events])
-
-        self.loop = EngineLoop(self.runner, self.scheduler, NoAdapters(), emit, self.ended.append)
-
-    def add(self, *requests: GenerateRequest) -> None:
-        for made in requests:
-            self.loop.add(Generation.of(made, NO_SINK))
-
-    def finish(self) -> None:
-        with torch.inference_mode():
-            while self.loop.step():
-                pass
-
-    def events(self, made: GenerateRequest) -> list[Event]:
-        return [event for events in self.emitted for request_id, event in events if request_id == made.request_id]
-
-    def deltas(self, made: GenerateRequest) -> list[TokenDelta]:
-        found = self.events(made)
-        assert all(isinstance(event, TokenDelta) for event in found)
-        return [event for event in found if isinstance(event, TokenDelta)]
-
-    def tokens(self, made: GenerateRequest) -> list[int]:
-        return [token_id for delta in self.deltas(made) for token_id in delta.token_ids]
-
-    def assert_clean(self) -> None:
-        assert self.scheduler.is_idle
-        assert self.pool.num_free == self.num_blocks - 1
-
-
-def greedy(prompt: Sequence[int], count: int) -> list[int]:
-    known = list(prompt)
-    for _ in range(count):
-        row = logits_after(known)
-        known.append(row.index(max(row)))
-    return known[len(prompt) :]
+@pytest.fixture(params=[False, True], ids=["waits", "overlaps"], autouse=True)
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """All of this holds whether or not decoding runs ahead of the host."""
+    made = HashRunner.__init__
+    monkeypatch.setattr(HashRunner, "__init__", partialmethod(made, overlaps=request.param))
+    return bool(request.param)
 
 
 def test_a_generation_ends_at_its_length_and_has_one_token_in_each_delta() -> None:

@@ -12,6 +12,7 @@ from engines.batch import StepBatch, block_tables
 from engines.gpu.kernels import attend_kernel, merge_kernel
 from engines.kv_cache import KVCache
 from engines.scheduler import Chunk
+from engines.transfer import sent
 
 _MAX_SPLITS = 16
 _KEYS_PER_SPLIT = 64
@@ -35,9 +36,9 @@ class PagedLayout:
         for chunk in chunks:
             starts.append(starts[-1] + chunk.length)
         return cls(
-            _int32(starts, device),
-            _int32([chunk.end for chunk in chunks], device),
-            _int32(block_tables(chunks, block_size), device),
+            sent(starts, device, torch.int32),
+            sent([chunk.end for chunk in chunks], device, torch.int32),
+            sent(block_tables(chunks, block_size), device, torch.int32),
             tuple(chunk.length for chunk in chunks),
         )
 
@@ -47,14 +48,10 @@ class PagedLayout:
             device = self.kv_lens.device
             pairs = [(n, at) for n, length in enumerate(self.lengths) for at in range(0, length, per_program)]
             self._queries[per_program] = (
-                _int32([sequence for sequence, _ in pairs], device),
-                _int32([first for _, first in pairs], device),
+                sent([sequence for sequence, _ in pairs], device, torch.int32),
+                sent([first for _, first in pairs], device, torch.int32),
             )
         return self._queries[per_program]
-
-
-def _int32(values: object, device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def is_interpreted() -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from engines.batch import StepBatch
+from engines.batch import Carried, StepBatch
 from engines.block_pool import TRASH_BLOCK
 from engines.gpu.attention import PagedLayout
 from engines.scheduler import Chunk
@@ -77,30 +77,38 @@ class _StaticRows:
         if device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def fill(self, chunks: SequenceOf[Chunk], bucket: int) -> None:
+    def fill(self, chunks: SequenceOf[Chunk], bucket: int, carried: Carried | None = None) -> None:
         """Rows of the chunks, one token each, then rows that write to the trash block."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one may still be reading
-        size = self._block_size
+        size, numpy = self._block_size, self._numpy
+        rows = []
         for row, chunk in enumerate(chunks):
             sequence, at = chunk.sequence, chunk.start
-            place = sequence.blocks[at // size] * size + at % size
-            self._numpy[row, :_COLUMNS] = sequence.token_ids[at], at, place, at + 1, sequence.slot
-            self._write_table(row, sequence.blocks, at // size + 1)
+            blocks = sequence.blocks
+            first = sequence.token_ids[at] if carried is None else carried.rows[row]
+            rows.append((first, at, blocks[at // size] * size + at % size, at + 1, sequence.slot))
+            self._write_table(row, blocks, at // size + 1)
+        if rows:
+            numpy[: len(rows), :_COLUMNS] = rows
         for row in range(len(chunks), bucket):
-            self._numpy[row, : _COLUMNS + 1] = 0, 0, TRASH_BLOCK * size, 1, NO_SLOT, TRASH_BLOCK
+            numpy[row, : _COLUMNS + 1] = 0, 0, TRASH_BLOCK * size, 1, NO_SLOT, TRASH_BLOCK
             self._tables[row] = None, 0
         # Whole rows: anything else would not be one piece of memory, and be copied through others.
         self.on_device[:bucket].copy_(self._on_host[:bucket], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        if carried is not None:
+            first_tokens = self.on_device[: len(chunks), 0]
+            first_tokens.copy_(carried.token_ids.index_select(0, first_tokens))
 
     def _write_table(self, row: int, blocks: list[int], count: int) -> None:
         """Only what is new: a sequence's list of blocks grows, and is another list after a preemption."""
         known, written = self._tables[row]
         start = written if known is blocks and written <= count else 0
-        self._numpy[row, _COLUMNS + start : _COLUMNS + count] = blocks[start:count]
-        self._tables[row] = blocks, count
+        if start < count:
+            self._numpy[row, _COLUMNS + start : _COLUMNS + count] = blocks[start:count]
+            self._tables[row] = blocks, count
 
 
 class DecodeGraphs:
@@ -126,14 +134,15 @@ class DecodeGraphs:
                 self._graph(bucket, has_adapters)
         logger.info("%d CUDA graphs for 1 to %d rows", len(self._graphs), self._buckets[-1])
 
-    def run(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor] | None:
+    def run(self, chunks: SequenceOf[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
         """The batch, and logits [rows, vocab] that hold until the next call; None for more rows than there is a graph
-        for. `chunks` are one token each.
+        for. `chunks` are one token each, which `carried` has where the host does not know them. Does not wait for the
+        device.
         """
         bucket = next((bucket for bucket in self._buckets if bucket >= len(chunks)), None)
         if bucket is None:
             return None
-        self._rows.fill(chunks, bucket)
+        self._rows.fill(chunks, bucket, carried)
         batch, replay = self._graph(bucket, any(chunk.sequence.slot != NO_SLOT for chunk in chunks))
         replay()
         assert self._logits is not None

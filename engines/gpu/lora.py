@@ -19,6 +19,7 @@ from engines.lora.targets import TargetKind
 from engines.lora.weights import AdapterWeights
 from engines.scheduler import Chunk
 from engines.sequence import NO_SLOT
+from engines.transfer import sent
 
 _BLOCK_R = 16
 TILE_ROWS = 32
@@ -32,7 +33,7 @@ def tiles_of(chunks: SequenceOf[Chunk], device: torch.device) -> torch.Tensor:
             ends = row + chunk.length
             tiles += [(first, min(TILE_ROWS, ends - first)) for first in range(row, ends, TILE_ROWS)]
         row += chunk.length
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(device)
+    return sent(tiles, device, torch.int32).view(-1, 2)
 
 
 def laid_out(pair: LoraPair) -> LoraPair:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engines.attention.interface import AttentionBackend
-from engines.batch import StepBatch
+from engines.batch import Carried, StepBatch
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout, TritonBackend, is_interpreted
@@ -97,11 +97,15 @@ class GpuPath:
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # another thread computes from here on
 
-    def decode(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor] | None:
-        """The batch, and logits [rows, vocab] that hold until the next call; None where there is no graph for it."""
+    def decode(
+        self, chunks: SequenceOf[Chunk], carried: Carried | None = None
+    ) -> tuple[StepBatch, torch.Tensor] | None:
+        """The batch, and logits [rows, vocab] that hold until the next call; None where there is no graph for it. Does
+        not wait for the device.
+        """
         if self._graphs is None or any(chunk.length != 1 for chunk in chunks) or not self.runs_by_row(chunks):
             return None
-        return self._graphs.run(chunks)
+        return self._graphs.run(chunks, carried)
 
     def runs_by_row(self, chunks: SequenceOf[Chunk]) -> bool:
         """Whether the adapters of these chunks change nothing but linear layers."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.batch import StepBatch
+from engines.batch import Carried, StepBatch
 from engines.errors import EngineError
 from engines.lora.apply import AdapterModules
 from engines.lora.weights import AdapterWeights
@@ -35,6 +35,9 @@ class LeadingRunner:
         except BaseException:
             self._group.lost = True
             raise
+
+    def decode(self, chunks: SequenceOf[Chunk], carried: Carried | None = None) -> None:
+        """Not from here: the other processes do not know what this one has drawn."""
 
     def check_health(self) -> None:
         if self._group.lost:

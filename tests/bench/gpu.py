@@ -244,6 +244,7 @@ def measure(shape: str, model: Model, card: Card, table: Table, device: torch.de
     prompt, output = sizes
     variants = {
         "Triton and CUDA graphs": {},
+        "waiting for each step's tokens": {"overlap": False},
         "Triton without graphs": {"cuda_graphs": False},
         "gather and SDPA": {"attention": "sdpa"},
     }

@@ -1,0 +1,96 @@
+"""What the logits of a forward say of its chunks: the next tokens, and the scores of prompt tokens."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from engines.batch import Carried, StepBatch, wanted_rows
+from engines.protocol import TokenLogprob
+from engines.sampler import Draws, Sampled, prompt_logprobs
+from engines.scheduler import Chunk
+from engines.sequence import Sequence
+from engines.transfer import rows_of
+
+Rows = SequenceOf[tuple[Chunk, int, int]]
+"""Chunks with their first and last row among the logits; last < first where a chunk has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The next token, if one is wanted, and the scores of prompt tokens, if wanted."""
+
+    chunk: Chunk
+    draw: Sampled | None
+    scores: list[TokenLogprob | None]
+
+
+class Outcomes:
+    """Those of one forward, in the making: only `collect` waits for the device. Changes no sequence, so whatever it
+    raises, the chunks can be run again.
+
+    `drawn`: the chunks after which a token is drawn, in the order of the draws. `revised`: sequences whose tokens are
+    not those that `carried` has, once `collect` has found out.
+    """
+
+    def __init__(self, rows: Rows, logits: torch.Tensor) -> None:
+        """`logits` [wanted rows, vocab], which nobody writes to before `collect`."""
+        self._rows = rows
+        self._logits = logits
+        sampled = [(chunk, last) for chunk, _, last in rows if chunk.completes and _samples(chunk)]
+        self.drawn = [chunk for chunk, _ in sampled]
+        self._draws: Draws | None = None
+        if sampled:
+            own = rows_of(logits, [last for _, last in sampled])
+            self._draws = Draws(own, [chunk.sequence for chunk in self.drawn])
+        self.revised: list[Sequence] = []
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [chunk for chunk, _, _ in self._rows]
+
+    def carried(self, places: SequenceOf[int]) -> Carried:
+        """The tokens drawn at these places of `drawn`."""
+        assert self._draws is not None
+        return Carried(self._draws.token_ids, tuple(places))
+
+    def collect(self) -> list[Outcome]:
+        draws: dict[str, Sampled] = {}
+        if self._draws is not None:
+            for chunk, draw in zip(self.drawn, self._draws.collect(), strict=True):
+                draws[chunk.sequence.request_id] = draw
+            self.revised = [self.drawn[row].sequence for row in self._draws.revised]
+        return [
+            Outcome(chunk, draws.get(chunk.sequence.request_id), _score_prompt(chunk, self._logits, first))
+            for chunk, first, _ in self._rows
+        ]
+
+
+def rows_of_chunks(batch: StepBatch) -> Rows:
+    """Where the wanted logits of a batch belong."""
+    rows: list[tuple[Chunk, int, int]] = []
+    at = 0
+    for chunk in batch.chunks:
+        count = len(wanted_rows(chunk, 0))
+        rows.append((chunk, at, at + count - 1))
+        at += count
+    return rows
+
+
+def _samples(chunk: Chunk) -> bool:
+    return chunk.sequence.request.sampling.max_tokens > 0
+
+
+def _score_prompt(chunk: Chunk, logits: torch.Tensor, first: int) -> list[TokenLogprob | None]:
+    """Log-probabilities of the prompt tokens after the chunk's tokens. Not again after a preemption."""
+    sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
+    if sampling.prompt_logprobs is None or sequence.num_output or sequence.delivered:
+        return []
+    # The first token is predicted by nothing.
+    scores: list[TokenLogprob | None] = [] if sequence.prompt_logprobs else [None]
+    start = max(0, len(sequence.prompt_logprobs) - 1)  # the row that predicts the first token not scored yet
+    targets = sequence.token_ids[start + 1 : min(chunk.end + 1, sequence.num_prompt)]
+    if targets:
+        offset = first + start - chunk.start
+        scores += prompt_logprobs(logits[offset : offset + len(targets)], targets, sampling)
+    return scores

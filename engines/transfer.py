@@ -1,0 +1,40 @@
+"""Numbers on their way between the host and the device, for which neither waits."""
+
+from typing import Any
+
+import torch
+
+
+def sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """On the device, without waiting for what it has still to do, as `torch.tensor(…, device=…)` would."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def rows_of(matrix: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """These rows, which are given in ascending order, each once."""
+    return matrix if len(rows) == matrix.shape[0] else matrix.index_select(0, sent(rows, matrix.device))
+
+
+def with_rows(vector: torch.Tensor, rows: list[int], values: torch.Tensor) -> torch.Tensor:
+    """With these values at these places, which are given in ascending order, each once."""
+    return values if len(rows) == vector.shape[0] else vector.index_copy(0, sent(rows, vector.device), values)
+
+
+class Arriving:
+    """Tensors on their way to the host."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensors = tensors
+        if tensors[0].is_cuda:
+            self._tensors = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
+            for target, source in zip(self._tensors, tensors, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def get(self) -> tuple[torch.Tensor, ...]:
+        """Waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors

@@ -1,0 +1,135 @@
+"""What a decode step costs on the host while the device computes: the engine's loop around recorded decode steps that
+cost nothing. No step on a device is shorter than this.
+
+    OMP_NUM_THREADS=1 python tests/bench/host.py [--steps 300]
+
+On the CPU. The parts are real but for the model, whose logits are always the same: plan, fill in the rows, draw,
+commit, emit. A vocabulary of 256 tokens leaves of the drawing what its calls cost.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engines.batch import Carried, StepBatch
+from engines.block_pool import BlockPool
+from engines.gpu.attention import PagedLayout
+from engines.gpu.graphs import DecodeGraphs
+from engines.loop import EngineLoop
+from engines.protocol import Adapter, GenerateRequest, SamplingParams
+from engines.scheduler import Chunk, Scheduler
+from engines.sequence import Sequence as Generation
+
+VOCAB, BLOCK, CONTEXT = 256, 16, 4096
+PROMPT, OUTPUT = 16, 1000
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "greedy, 5 log-probabilities": {"temperature": 0.0, "logprobs": 5},
+}
+
+
+class Device:
+    """Implements `engines.loop.Runner`."""
+
+    repeatable = True
+
+    def __init__(self, max_rows: int, *, overlap: bool) -> None:
+        self._logits = torch.randn(max_rows, VOCAB)
+        self._overlap = overlap
+        self._graphs = DecodeGraphs(
+            self._forward,
+            _recorded,
+            block_size=BLOCK,
+            width=CONTEXT // BLOCK,
+            max_rows=max_rows,
+            device=torch.device("cpu"),
+        )
+
+    def _forward(self, batch: StepBatch, layout: PagedLayout) -> torch.Tensor:
+        return self._logits[: len(layout.lengths)]
+
+    def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> Any:
+        return self._graphs.run(chunks, carried) if self._overlap else None
+
+    def forward(self, chunks: Sequence[Chunk]) -> Any:
+        if all(chunk.length == 1 for chunk in chunks):
+            return self._graphs.run(chunks)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return StepBatch(tuple(chunks), nothing, nothing, nothing, None, nothing, None), self._logits[: len(chunks)]
+
+    def check_health(self) -> None:
+        raise AssertionError("nothing fails here")
+
+
+def _recorded(compute: Callable[[], object]) -> Callable[[], object]:
+    compute()
+    return lambda: None
+
+
+class NoAdapters:
+    is_loading = False
+
+    def want(self, adapter: Adapter) -> None: ...
+    def unwant(self, adapter: Adapter) -> None: ...
+    def poll(self) -> dict[Adapter, Any]:
+        return {}
+
+    def ready(self, adapter: Adapter) -> bool:
+        return True
+
+    def pin(self, adapter: Adapter) -> int | None:
+        return 0
+
+    def unpin(self, slot: int) -> None: ...
+
+
+class _NoSink:
+    def deliver(self, outputs: Sequence[Any]) -> None: ...
+
+
+def loop_with(rows: int, sampling: dict[str, Any], *, overlap: bool) -> EngineLoop:
+    pool = BlockPool(1 + rows * (PROMPT + OUTPUT + BLOCK) // BLOCK + rows, BLOCK)
+    budgets = {"max_running": rows, "max_step_tokens": rows * PROMPT, "max_step_tokens_decoding": 256}
+    scheduler = Scheduler(pool, NoAdapters(), **budgets, prefix_cache=True)
+    loop = EngineLoop(Device(rows, overlap=overlap), scheduler, NoAdapters(), lambda events: None, print)
+    for index in range(rows):
+        params = SamplingParams(**{"max_tokens": OUTPUT, "seed": index, **sampling})
+        loop.add(Generation.of(GenerateRequest(str(index), (index,) * PROMPT, params), _NoSink()))
+    for _ in range(20):
+        loop.step()
+    return loop
+
+
+def microseconds(loop: EngineLoop, steps: int) -> float:
+    """The median of a step in the least disturbed of ten stretches."""
+    medians = []
+    for _ in range(10):
+        times = []
+        for _ in range(steps // 10):
+            started = time.perf_counter()
+            loop.step()
+            times.append(time.perf_counter() - started)
+        medians.append(statistics.median(times))
+    return 1e6 * min(medians)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    steps = parser.parse_args().steps
+    print("| microseconds a step, rows | 1 | 8 | 32 | 64 | 256 |")
+    print("|---|--:|--:|--:|--:|--:|")
+    with torch.inference_mode():
+        for name, sampling in SAMPLING.items():
+            found = [microseconds(loop_with(rows, sampling, overlap=True), steps) for rows in (1, 8, 32, 64, 256)]
+            print(f"| {name} | " + " | ".join(f"{value:.0f}" for value in found) + " |")
+
+
+if __name__ == "__main__":
+    main()
