@@ -193,14 +193,14 @@ class ModelRunner:
 
     def _gpu_path(self, loaded: LoadedModel, config: EngineConfig, *, by_row: bool) -> "GpuPath | None":
         """Raises `ModelRefused` where the Triton kernels are demanded and cannot be had."""
-        is_demanded = config.attention == "triton"
+        is_demanded = config.attention in ("triton", "varlen")
         if config.exact or not (is_demanded or (config.attention == "auto" and loaded.device.type == "cuda")):
             return None
         try:
             from engines.gpu.path import GpuPath  # Triton comes with torch for CUDA and with no other
         except ImportError as exc:
             if is_demanded:
-                raise ModelRefused(f"attention = 'triton' is not possible here: {exc}") from exc
+                raise ModelRefused(f"attention = {config.attention!r} is not possible here: {exc}") from exc
             logger.warning("computing with torch alone, not with Triton kernels: %s", exc)
             return None
         return GpuPath(config, loaded.device, self._compute_rows, by_row=by_row)

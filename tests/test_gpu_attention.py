@@ -1,6 +1,7 @@
 """Attention by Triton kernels against attention written out token by token, on a device or in the interpreter."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from engine_harness import DEVICE
 
 from engines.attention.interface import Attention
 from engines.attention.sdpa import attend_span
-from engines.gpu.attention import PagedLayout, TritonBackend, attend
+from engines.gpu.attention import PagedLayout, TritonBackend
+from engines.gpu.varlen import Flash, VarlenBackend
+from engines.kv_cache import KVCache
 
 QUICK = ("plain", "everything")
 BY_NAME = [
@@ -51,7 +54,9 @@ def test_any_way_of_cutting_any_texts_gives_the_same(seed: int) -> None:
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
 
 
-def difference_in_half(kv_lens: list[int], new: int, heads: int, kv_heads: int, dim: int, block_size: int) -> float:
+def difference_in_half(
+    kv_lens: list[int], new: int, heads: int, kv_heads: int, dim: int, block_size: int, flash: Flash | None = None
+) -> float:
     """Relative, of the last `new` tokens of each sequence, to float32."""
     torch.manual_seed(0)
     widths = [-(-length // block_size) for length in kv_lens]
@@ -61,9 +66,12 @@ def difference_in_half(kv_lens: list[int], new: int, heads: int, kv_heads: int, 
     q = torch.randn(new * len(kv_lens), heads, dim, device=DEVICE).to(HALF)
     starts = torch.arange(0, new * len(kv_lens) + 1, new, dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor(kv_lens, dtype=torch.int32, device=DEVICE)
-    layout = PagedLayout(starts, lengths, tables, (new,) * len(kv_lens))
-    attention = Attention(0, dim**-0.5)
-    found = attend(q, keys, values, attention, layout, num_programs=264).float()
+    layout = PagedLayout(starts, lengths, tables, (new,) * len(kv_lens), tuple(kv_lens))
+    attention, cache = Attention(0, dim**-0.5), KVCache({}, 1, block_size, DEVICE)
+    backend = TritonBackend(cache, num_programs=264)
+    if flash is not None:
+        backend = VarlenBackend(cache, flash, num_programs=264)
+    found = backend.compute(q, keys, values, attention, layout).float()
     expected = torch.cat(
         [
             attend_span(
@@ -89,3 +97,52 @@ def test_half_precision_is_as_exact_as_it_can_be(new: int) -> None:
 def test_models_of_real_sizes(new: int, count: int, block_size: int) -> None:
     lengths = [4096 - 53 * n for n in range(count)]
     assert difference_in_half(lengths, new, heads=32, kv_heads=8, dim=128, block_size=block_size) < 0.006
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_prefill_of_models_of_real_sizes_by_flash_attention(block_size: int) -> None:
+    lengths, sizes = [4096 - 53 * n for n in range(4)], {"heads": 32, "kv_heads": 8, "dim": 128}
+    found = difference_in_half(lengths, 512, block_size=block_size, flash=Flash.of_torch(DEVICE), **sizes)
+    assert found < 0.006
+
+
+def flash(
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k=None, block_table=None
+):
+    """As torch documents `varlen_attn`, written out."""
+    assert enable_gqa
+    assert window_size[1] == 0
+    starts = cu_seq_q.tolist()
+    assert max_q == max(end - start for start, end in pairwise(starts))
+    out = []
+    for n, (start, end) in enumerate(pairwise(starts)):
+        if block_table is None:
+            own = slice(*cu_seq_k[n : n + 2].tolist())
+            keys, values = k[own], v[own]
+        else:
+            keys, values = (x[block_table[n].long()].flatten(0, 1)[: int(seqused_k[n])] for x in (k, v))
+        assert len(keys) <= max_k
+        window = window_size[0] + 1 if window_size[0] >= 0 else None
+        attention = Attention(0, scale, window)
+        out.append(attend_span(q[start:end], keys, values, len(keys) - (end - start), attention))
+    return torch.cat(out)
+
+
+def gathering(cache):
+    return VarlenBackend(cache, Flash(flash, (torch.float32,), page=256), num_programs=1)
+
+
+def reading_pages(cache):
+    return VarlenBackend(cache, Flash(flash, (torch.float32,), page=16), num_programs=1)
+
+
+FLASH = ("plain", "one KV head", "window", "window of one", "everything")
+BY_FLASH = [pytest.param(LAYERS[name], id=name, marks=pytest.mark.slow if name in QUICK[1:] else ()) for name in FLASH]
+
+
+@pytest.mark.parametrize("make", [gathering, reading_pages])
+@pytest.mark.parametrize("layer", BY_FLASH)
+def test_prefill_by_flash_attention(layer: Layer, make: MakeBackend) -> None:
+    """What it is given, by a stand-in that takes the same arguments; itself it runs on devices only."""
+    Bench(layer, make, [50, 33, 16, 1, 20]).run_mixed()

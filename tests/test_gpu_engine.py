@@ -148,7 +148,14 @@ def test_kernels_that_compute_something_else_are_refused_where_they_are_demanded
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a device")
-def test_without_a_device_they_are_refused(monkeypatch) -> None:
+@pytest.mark.parametrize("attention", ["triton", "varlen"])
+def test_without_a_device_they_are_refused(attention: str, monkeypatch) -> None:
     monkeypatch.setattr("engines.gpu.path.is_interpreted", lambda: False)
-    with pytest.raises(ModelRefused, match="attention = 'triton' needs a CUDA device, not cpu"):
-        DrivenEngine(engine_config("llama", **SETTINGS))
+    with pytest.raises(ModelRefused, match=f"attention = '{attention}' needs a CUDA device, not cpu"):
+        DrivenEngine(engine_config("llama", **{**SETTINGS, "attention": attention}))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a device")
+def test_flash_attention_is_refused_in_the_interpreter_too() -> None:
+    with pytest.raises(ModelRefused, match="attention = 'varlen' needs a CUDA device, not cpu"):
+        DrivenEngine(engine_config("llama", **{**SETTINGS, "attention": "varlen"}))

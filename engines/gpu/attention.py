@@ -21,13 +21,15 @@ _KEYS_PER_SPLIT = 64
 @dataclass(slots=True)
 class PagedLayout:
     """Where the queries and the keys of a batch of n sequences are, in int32: `row_starts` [n + 1], `kv_lens` [n] with
-    the new tokens, `block_tables` [n, width]. `lengths`: how many new tokens each has, on the host.
+    the new tokens, `block_tables` [n, width]. `lengths`: how many new tokens each has, on the host; `ends`: `kv_lens`
+    there, unless all have one new token.
     """
 
     row_starts: torch.Tensor
     kv_lens: torch.Tensor
     block_tables: torch.Tensor
     lengths: tuple[int, ...]
+    ends: tuple[int, ...] = ()
     _queries: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -40,6 +42,7 @@ class PagedLayout:
             sent([chunk.end for chunk in chunks], device, torch.int32),
             sent(block_tables(chunks, block_size), device, torch.int32),
             tuple(chunk.length for chunk in chunks),
+            tuple(chunk.end for chunk in chunks),
         )
 
     def queries(self, per_program: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,6 +85,11 @@ class TritonBackend:
             layout = PagedLayout.of(batch.chunks, self._cache.block_size, q.device)
             self.use(batch, layout)
         keys, values = self._cache.k[attention.layer], self._cache.v[attention.layer]
+        return self.compute(q, keys, values, attention, layout)
+
+    def compute(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout
+    ) -> torch.Tensor:
         return attend(q, keys, values, attention, layout, num_programs=self._num_programs)
 
 

@@ -176,7 +176,11 @@ class DecodeGraphs:
         )
         queries = {1: (self._numbers[:bucket], self._zeros[:bucket])}
         layout = PagedLayout(
-            self._numbers[: bucket + 1], inputs[:, 3].contiguous(), inputs[:, _COLUMNS:], (1,) * bucket, queries
+            self._numbers[: bucket + 1],
+            inputs[:, 3].contiguous(),
+            inputs[:, _COLUMNS:],
+            (1,) * bucket,
+            _queries=queries,
         )
         logits = self._forward(now, layout)
         if self._logits is None:

@@ -14,6 +14,7 @@ from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout, TritonBackend, is_interpreted
 from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
 from engines.gpu.lora import RowAdapters, tiles_of
+from engines.gpu.varlen import Flash, VarlenBackend
 from engines.kv_cache import KVCache
 from engines.scheduler import Chunk
 
@@ -34,7 +35,8 @@ class GpuPath:
         self, config: EngineConfig, device: torch.device, compute: Callable[[StepBatch], torch.Tensor], *, by_row: bool
     ) -> None:
         if device.type != "cuda" and not is_interpreted():
-            raise ModelRefused(f"attention = 'triton' needs a CUDA device, not {device}.")
+            raise ModelRefused(f"attention = {config.attention!r} needs a CUDA device, not {device}.")
+        self._flash = Flash.of_torch(device) if config.attention == "varlen" else None
         self._config = config
         self._device = device
         self._compute = compute
@@ -49,7 +51,7 @@ class GpuPath:
 
     @property
     def is_demanded(self) -> bool:
-        return self._config.attention == "triton"
+        return self._config.attention != "auto"
 
     def adapter_modules(self, *args: Any, **kwargs: Any) -> RowAdapters:
         """Arguments as of `AdapterModules`."""
@@ -60,6 +62,8 @@ class GpuPath:
     def allocate(self, cache: KVCache, context_length: int) -> AttentionBackend:
         """The backend over this cache, and graphs, which are recorded when they are first needed."""
         backend = TritonBackend(cache, num_programs=self._num_programs)
+        if self._flash is not None:
+            backend = VarlenBackend(cache, self._flash, num_programs=self._num_programs)
 
         def forward(batch: StepBatch, layout: PagedLayout) -> torch.Tensor:
             backend.use(batch, layout)

@@ -246,6 +246,7 @@ def measure(shape: str, model: Model, card: Card, table: Table, device: torch.de
         "Triton and CUDA graphs": {},
         "waiting for each step's tokens": {"overlap": False},
         "Triton without graphs": {"cuda_graphs": False},
+        "FlashAttention in prefill": {"attention": "varlen"},
         "gather and SDPA": {"attention": "sdpa"},
     }
     if device.type == "cpu":

@@ -1,0 +1,110 @@
+"""Prefill by torch's attention over sequences of many lengths (`torch.nn.attention.varlen`): FlashAttention 2, or 3
+where its package is installed. Decoding, and layers that it does not know, go through the Triton kernels.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from engines.attention.interface import Attention
+from engines.errors import ModelRefused
+from engines.gpu.attention import PagedLayout, TritonBackend
+from engines.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
+
+_LARGEST_HEAD = 256
+_PAGE = 256
+"""FlashAttention 2 reads pages of a multiple of this many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flash:
+    """`attend`: with the arguments of `torch.nn.attention.varlen.varlen_attn`. `dtypes`: of Q, K and V. `page`: the
+    number of tokens that blocks must be a multiple of to be read where they lie; from others K and V are gathered.
+    """
+
+    attend: Callable[..., Any]
+    dtypes: tuple[torch.dtype, ...]
+    page: int
+
+    @classmethod
+    def of_torch(cls, device: torch.device) -> "Flash":
+        """Raises `ModelRefused` where torch has none. FlashAttention 3 takes the place of 2 in the whole process."""
+        try:
+            from torch.nn.attention import activate_flash_attention_impl
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError as exc:  # before torch 2.11
+            raise ModelRefused(f"attention = 'varlen' is not possible here: {exc}") from exc
+        if device.type != "cuda":
+            raise ModelRefused(f"attention = 'varlen' needs a CUDA device, not {device}.")
+        page = _PAGE
+        if torch.cuda.get_device_capability(device)[0] == 9 and find_spec("flash_attn_interface") is not None:
+            activate_flash_attention_impl("FA3")
+            page = 1
+        logger.info("prefill by FlashAttention %d", 3 if page == 1 else 2)
+        return cls(varlen_attn, (torch.float16, torch.bfloat16), page)
+
+    def takes(self, q: torch.Tensor, values: torch.Tensor, attention: Attention) -> bool:
+        """It knows neither soft caps nor sinks, and one head size for K and V."""
+        size = q.shape[-1]
+        return (
+            q.dtype in self.dtypes
+            and attention.softcap is None
+            and attention.sinks is None
+            and values.shape[-1] == size <= _LARGEST_HEAD
+            and size % 8 == 0
+        )
+
+
+class VarlenBackend(TritonBackend):
+    """Implements `attention.interface.AttentionBackend`."""
+
+    def __init__(self, cache: KVCache, flash: Flash, *, num_programs: int) -> None:
+        super().__init__(cache, num_programs=num_programs)
+        self._flash = flash
+        self._gathered: tuple[PagedLayout, torch.Tensor, torch.Tensor] | None = None
+
+    def compute(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout
+    ) -> torch.Tensor:
+        if max(layout.lengths) == 1 or not self._flash.takes(q, values, attention):
+            return super().compute(q, keys, values, attention, layout)
+        starts = None
+        pages = {"seqused_k": layout.kv_lens, "block_table": layout.block_tables}
+        if values.shape[1] % self._flash.page:
+            starts, places = self._places(layout, values.shape[1])
+            keys, values = (x.flatten(0, 1).index_select(0, places) for x in (keys, values))
+            pages = {}
+        out: torch.Tensor = self._flash.attend(
+            q.contiguous(),
+            keys,
+            values,
+            layout.row_starts,
+            starts,
+            max(layout.lengths),
+            max(layout.ends),
+            scale=attention.scale,
+            # So many before a token, and none after it; -1 for all. Counted from the ends of the sequences.
+            window_size=(attention.window - 1 if attention.window else -1, 0),
+            enable_gqa=True,
+            **pages,
+        )
+        return out
+
+    def _places(self, layout: PagedLayout, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each sequence's keys begin among all of them [n + 1] int32, and where those lie in the cache: the same
+        for all layers.
+        """
+        if self._gathered is None or self._gathered[0] is not layout:
+            total, ends = sum(layout.ends), layout.kv_lens.cumsum(0, dtype=torch.int32)
+            sequence = torch.repeat_interleave(layout.kv_lens, output_size=total)
+            starts = torch.cat((ends.new_zeros(1), ends))
+            position = torch.arange(total, device=ends.device) - starts[sequence]
+            blocks = layout.block_tables[sequence, position // block_size].long()
+            self._gathered = layout, starts, blocks * block_size + position % block_size
+        return self._gathered[1:]
