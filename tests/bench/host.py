@@ -4,13 +4,16 @@ cost nothing. No step on a device is shorter than this.
     OMP_NUM_THREADS=1 python tests/bench/host.py [--steps 300]
 
 On the CPU. The parts are real but for the model, whose logits are always the same: plan, fill in the rows, draw,
-commit, emit. A vocabulary of 256 tokens leaves of the drawing what its calls cost.
+commit, emit. A vocabulary of 256 tokens leaves of the drawing what its calls cost. Then what becomes of a step beside a
+thread that always has Python to run, as a busy event loop does.
 """
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from engines.loop import EngineLoop
 from engines.protocol import Adapter, GenerateRequest, SamplingParams
 from engines.scheduler import Chunk, Scheduler
 from engines.sequence import Sequence as Generation
+from engines.torch_engine import SWITCH_INTERVAL_S
 
 VOCAB, BLOCK, CONTEXT = 256, 16, 4096
 PROMPT, OUTPUT = 16, 1000
@@ -119,6 +123,25 @@ def microseconds(loop: EngineLoop, steps: int) -> float:
     return 1e6 * min(medians)
 
 
+def beside_a_busy_thread(switch_interval_s: float) -> float:
+    """Microseconds of a greedy step of 32 rows."""
+    before, ended = sys.getswitchinterval(), Event()
+
+    def spin() -> None:
+        while not ended.is_set():
+            pass
+
+    loop, thread = loop_with(32, SAMPLING["greedy"], overlap=True), Thread(target=spin)
+    sys.setswitchinterval(switch_interval_s)
+    thread.start()
+    try:
+        return microseconds(loop, 100)
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
@@ -129,6 +152,10 @@ def main() -> None:
         for name, sampling in SAMPLING.items():
             found = [microseconds(loop_with(rows, sampling, overlap=True), steps) for rows in (1, 8, 32, 64, 256)]
             print(f"| {name} | " + " | ".join(f"{value:.0f}" for value in found) + " |")
+        print()
+        for interval_s in (sys.getswitchinterval(), SWITCH_INTERVAL_S):
+            found_us = beside_a_busy_thread(interval_s)
+            print(f"beside a busy thread, threads switched after {1e3 * interval_s:g} ms: {found_us:.0f} us, 32 rows")
 
 
 if __name__ == "__main__":
