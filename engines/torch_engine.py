@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -28,14 +27,9 @@ from engines.parallel.leader import LeadingModules, LeadingRunner
 from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink
 from engines.scheduler import Scheduler
 from engines.sequence import Sequence
+from engines.switching import switch_soon
 
 logger = logging.getLogger(__name__)
-
-SWITCH_INTERVAL_S = 5e-5
-"""How long another thread may keep the interpreter from the engine's, which has to get it back after every call of
-torch: a step makes dozens to hundreds. Python's own 5 ms make a step 100 to 600 times as long while an event loop is
-busy.
-"""
 
 
 class TorchEngine:
@@ -145,7 +139,7 @@ class _Parts:
         # A setting of the calling thread, but one that another thread's call replaces until this one has used it.
         torch.set_num_threads(self.threads)
         torch.get_num_threads()
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))  # of the whole process
+        switch_soon()
         with torch.inference_mode():
             self.loop.run()
 

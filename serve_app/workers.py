@@ -5,6 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from engines.switching import switch_soon
+
 _INLINE_US = 2_000  # what the event loop may spend at a time; a thread costs about 100
 _LARGE_US = 200_000
 
@@ -18,6 +20,7 @@ class Workers:
     """
 
     def __init__(self, num_threads: int = 4) -> None:
+        switch_soon()  # else the event loop would wait 5 ms for them after each write to a socket
         self._common = ThreadPoolExecutor(num_threads, thread_name_prefix="work")
         self._large = ThreadPoolExecutor(2, thread_name_prefix="large-work")
 

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import shutil
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -49,7 +48,7 @@ from engines.errors import (
 )
 from engines.kv_cache import KVCache
 from engines.protocol import Adapter, GenerateRequest, Output
-from engines.torch_engine import SWITCH_INTERVAL_S, TorchEngine
+from engines.torch_engine import TorchEngine
 
 BOTH = pytest.mark.parametrize("attention", ["auto", "sdpa"])
 
@@ -244,18 +243,6 @@ def test_the_loop_keeps_its_threads_when_an_adapter_is_loaded_before_anything_ru
         assert parts is not None
         parts.loop.post(lambda loop: found.put(torch.get_num_threads()))
         assert found.get(timeout=30) == 2
-
-
-@pytest.mark.parametrize(("before", "expected"), [(5e-3, SWITCH_INTERVAL_S), (1e-5, 1e-5)])
-def test_a_busy_event_loop_gives_the_interpreter_back_soon(before: float, expected: float, monkeypatch) -> None:
-    own = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(before)
-        with DrivenEngine(engine_config()) as engine:
-            engine.one(request((1, 2), max_tokens=1))
-            assert sys.getswitchinterval() == pytest.approx(expected)
-    finally:
-        sys.setswitchinterval(own)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])

@@ -26,7 +26,7 @@ from engines.loop import EngineLoop
 from engines.protocol import Adapter, GenerateRequest, SamplingParams
 from engines.scheduler import Chunk, Scheduler
 from engines.sequence import Sequence as Generation
-from engines.torch_engine import SWITCH_INTERVAL_S
+from engines.switching import SWITCH_INTERVAL_S
 
 VOCAB, BLOCK, CONTEXT = 256, 16, 4096
 PROMPT, OUTPUT = 16, 1000

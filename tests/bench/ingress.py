@@ -5,6 +5,7 @@ nothing, so that everything measured is the service's own.
 
     flat out   32 streams as fast as they come: tokens per second
     paced      32 streams of 20 tokens per second: CPU time per token, by process; pauses between tokens
+    beside     the same beside two clients that send chats of some 2 MB, one after the other
     first      time to the first token, one request at a time, against the engine's own
 """
 
@@ -96,16 +97,48 @@ async def flat_out(port: int, streams: int, seconds: float) -> None:
     report(before, tokens)
 
 
-async def paced(port: int, streams: int, seconds: float) -> None:
+async def paced(port: int, streams: int, seconds: float, what: str = "paced") -> None:
     before = cpu_seconds()
     done = await asyncio.gather(*(ask(port, "paced", int(20 * seconds)) for _ in range(streams)))
     tokens = sum(stream.tokens for stream in done)
-    print(f"paced, {streams} streams of 20 tokens/s:")
+    print(f"{what}, {streams} streams of 20 tokens/s:")
     report(before, tokens)
     gaps = sorted(b - a for stream in done for a, b in zip(stream.times, stream.times[1:], strict=False))
     print(
         f"  between tokens: median {gaps[len(gaps) // 2] * 1e3:.1f} ms, 99 % {gaps[len(gaps) * 99 // 100] * 1e3:.1f} ms"
     )
+
+
+def beside(port: int, streams: int, seconds: float) -> None:
+    """The clients are processes of their own, which take no time from the one that measures."""
+    messages = [{"role": ("user", "assistant")[n % 2], "content": f"{n} words " * 45} for n in range(4_001)]
+    body = json.dumps({"model": "flat", "messages": messages, "max_tokens": 1})
+    code = f"""
+import sys, httpx
+body = sys.stdin.read()
+print("ready", flush=True)
+while True:
+    reply = httpx.post("http://127.0.0.1:{port}/v1/chat/completions", content=body, timeout=600, headers={{
+        "authorization": "Bearer {KEY}", "content-type": "application/json"}})
+    print(reply.status_code, reply.text[:200], flush=True)
+"""
+    with tempfile.TemporaryFile("w+") as log:
+        clients = []
+        for _ in range(2):
+            client = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=log, text=True)
+            assert client.stdin is not None
+            client.stdin.write(body)
+            client.stdin.close()
+            clients.append(client)
+        try:
+            asyncio.run(paced(port, streams, seconds, f"beside chats of {len(body) / 1e6:.1f} MB"))
+        finally:
+            for client in clients:
+                client.kill()
+                client.wait()
+        log.seek(0)
+        replies = [line for line in log if not line.startswith("ready")]
+    print(f"  {len(replies)} large requests were answered, the first with {replies[0].strip() if replies else '-'}")
 
 
 def report(before: dict[str, float], tokens: int) -> None:
@@ -173,6 +206,7 @@ def main() -> None:
     with service() as port:
         asyncio.run(first_token(port))
         asyncio.run(paced(port, options.streams, options.seconds))
+        beside(port, options.streams, options.seconds)
         asyncio.run(flat_out(port, options.streams, options.seconds))
 
 
