@@ -76,8 +76,8 @@ def test_base_and_adapters_in_one_batch_give_the_tokens_of_transformers_and_peft
         ("mistral", ("all",)),
         ("gemma2", ("all",)),
         ("gemma3", ("q-v",)),
-        ("qwen3-moe", ("q-v", "router")),
-        ("deepseek-v3", ()),
+        ("qwen3-moe", ("q-v", "router", "experts")),
+        ("deepseek-v3", ("mla", "experts")),
     ],
 )
 def test_each_architecture_gives_the_tokens_of_its_plain_forward(name: str, kinds: tuple[str, ...]) -> None:
@@ -202,7 +202,10 @@ STYLES = {
     "layers.*.q1": "colwise",
     "layers.*.o2": "rowwise",
     "head": "colwise_gather_output",
-    "layers.*.experts": "moe",
+    "layers.*.experts": "moe_tp_experts",
+    "layers.*.experts.gate_up": "packed_colwise",
+    "layers.*.experts.down": "rowwise",
+    "layers.*.others": "moe",
 }
 
 
@@ -222,10 +225,46 @@ def test_the_parts_of_an_adapter_together_are_the_whole(size: int, inputs: int, 
     assert all(shard.part_of("head", pair) is pair for shard in shards)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_parts_of_an_adapter_of_experts_together_are_the_whole(size: int, shared: bool) -> None:
+    """Gate and up lie one after the other, and each process has a part of both."""
+    torch.manual_seed(0)
+    experts, width, rank, inputs = 3, 8, 2, 5
+    count = 1 if shared else experts
+    pair = LoraPair(torch.randn(count, rank, inputs), torch.randn(experts, 2 * width, rank), 0.5)
+    shards = [Shards(n, size, STYLES) for n in range(size)]
+    parts = [shard.part_of("layers.7.experts.gate_up", pair) for shard in shards]
+    assert all(part.A is pair.A for part in parts)
+    gates, ups = zip(*(part.B.chunk(2, dim=1) for part in parts), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups], dim=1), pair.B)
+    down = LoraPair(torch.randn(experts, rank, width), torch.randn(count, inputs, rank), 0.5)
+    parts = [shard.part_of("layers.7.experts.down", down) for shard in shards]
+    assert all(part.B is down.B for part in parts)
+    assert torch.equal(torch.cat([part.A for part in parts], dim=2), down.A)
+    assert all(shard.sums_up("layers.7.experts") for shard in shards)
+
+
+@pytest.mark.parametrize("odd", ["is_transposed", "has_bias", "has_post_expert_norm"])
+def test_an_adapter_of_experts_whose_parts_do_not_add_up_is_refused(odd: str) -> None:
+    class OddExperts(torch.nn.Module):
+        pass
+
+    model: Any = torch.nn.ModuleDict({"experts": OddExperts(), "q": torch.nn.Linear(2, 2)})
+    config = SimpleNamespace(model_type="odd", num_attention_heads=4)
+    model.config = SimpleNamespace(get_text_config=lambda: config)
+    model.tp_plan = {"q": "colwise", "experts": "moe_tp_experts", "experts.down_proj": "rowwise"}
+    pair = LoraPair(torch.ones(3, 1, 2), torch.ones(3, 2, 1), 1.0)
+    assert Shards.of(model, 0, 2).part_of("experts.down_proj", pair).A.shape == (3, 1, 1)
+    setattr(model["experts"], odd, True)
+    with pytest.raises(AdapterRefused, match="split over devices by 'moe_tp_experts of OddExperts'"):
+        Shards.of(model, 0, 2).part_of("experts.down_proj", pair)
+
+
 def test_an_adapter_of_what_is_split_in_another_way_is_refused() -> None:
     pair = LoraPair(torch.ones(1, 2), torch.ones(2, 1), 1.0)
-    with pytest.raises(AdapterRefused, match=r"'layers\.0\.experts\.up', which is split over devices by 'moe'"):
-        Shards(0, 2, STYLES).part_of("layers.0.experts.up", pair)
+    with pytest.raises(AdapterRefused, match=r"'layers\.0\.others\.up', which is split over devices by 'moe'"):
+        Shards(0, 2, STYLES).part_of("layers.0.others.up", pair)
 
 
 @given(

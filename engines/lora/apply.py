@@ -186,16 +186,18 @@ class AdapterModules:
         """The wrapper of a linear layer, which is put there if there is none."""
         base = self._model.get_submodule(path)
         if not isinstance(base, LoraLinear):
-            sum_up = None if self._shards is None else self._shards.sums_up(path)
-            base = LoraLinear(base, self._context, is_head=path == self._head, sum_up=sum_up)
+            base = LoraLinear(base, self._context, is_head=path == self._head, sum_up=self._sum_up(path))
             self._model.set_submodule(path, base)
         return base
+
+    def _sum_up(self, path: str) -> SumUp | None:
+        return None if self._shards is None else self._shards.sums_up(path)
 
     def _wrap(self, path: str) -> Pairs:
         kind = self._adaptable[path]
         if kind is TargetKind.EXPERTS:
             path, _, name = path.rpartition(".")
-            return Experts.around(self._model, path, self._context).pairs[name]
+            return Experts.around(self._model, path, self._context, sum_up=self._sum_up(path)).pairs[name]
         if kind is TargetKind.LINEAR:
             return self.wrap_linear(path).pairs
         base = self._model.get_submodule(path)

@@ -1,10 +1,12 @@
 """The experts of a mixture, expert after expert: for adapters that change them, and for the exact mode."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from engines.lora.context import AdapterContext
 from engines.lora.pairs import LoraPair
@@ -15,9 +17,16 @@ class Experts(nn.Module):
     adapters; that is still used while no row of the batch has one here, unless the rows are to be filled up.
 
     `pairs`: adapters by parameter and slot. `row_multiple`: rows of an expert are filled up to a multiple of it.
+    `sum_up`: where each of several processes has a part of every expert, what adds their outputs up, in place.
     """
 
-    def __init__(self, base: nn.Module, context: AdapterContext, row_multiple: int) -> None:
+    def __init__(
+        self,
+        base: nn.Module,
+        context: AdapterContext,
+        row_multiple: int,
+        sum_up: Callable[[torch.Tensor], object] | None,
+    ) -> None:
         super().__init__()
         self.base: Any = base
         self.pairs: dict[str, dict[int, LoraPair]] = {
@@ -25,14 +34,23 @@ class Experts(nn.Module):
         }
         self._context = context
         self._row_multiple = row_multiple
+        self._sum_up = sum_up
 
     @classmethod
-    def around(cls, model: nn.Module, path: str, context: AdapterContext, *, row_multiple: int = 1) -> Self:
+    def around(
+        cls,
+        model: nn.Module,
+        path: str,
+        context: AdapterContext,
+        *,
+        row_multiple: int = 1,
+        sum_up: Callable[[torch.Tensor], object] | None = None,
+    ) -> Self:
         """Wraps the module at this path of the model, unless it is wrapped already."""
         base = model.get_submodule(path)
         if isinstance(base, cls):
             return base
-        wrapped = cls(base, context, row_multiple)
+        wrapped = cls(base, context, row_multiple, sum_up)
         model.set_submodule(path, wrapped)
         return wrapped
 
@@ -52,6 +70,8 @@ class Experts(nn.Module):
         total = shares[:, 0]
         for place in range(1, shares.shape[1]):  # not `sum`: its order may depend on the number of rows
             total = total + shares[:, place]
+        if self._sum_up is not None:
+            self._sum_up(total)
         return total
 
     def _has_adapters(self) -> bool:
@@ -70,7 +90,7 @@ class Experts(nn.Module):
         return x[: rows.shape[0]]
 
     def _linear(self, name: str, expert: int, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        weight = getattr(self.base, name)[expert]
+        weight = _here(getattr(self.base, name))[expert]
         y = torch.matmul(x, weight) if self.base.is_transposed else F.linear(x, weight)
         if self.base.has_bias:
             y = y + getattr(self.base, f"{name}_bias")[expert]
@@ -83,6 +103,11 @@ class Experts(nn.Module):
                     narrow = F.linear(x[own], _of(pair.A, expert)) * pair.scale
                     y.index_add_(0, own, F.linear(narrow, _of(pair.B, expert)))
         return y
+
+
+def _here(weight: torch.Tensor) -> torch.Tensor:
+    """This process' part of it."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _of(matrices: torch.Tensor, expert: int) -> torch.Tensor:

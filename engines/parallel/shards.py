@@ -12,6 +12,9 @@ from engines.errors import AdapterRefused, ModelRefused
 from engines.lora.pairs import LoraPair
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
+_PACKED, _EXPERTS = "packed_colwise", "moe_tp_experts"
+"""Two layers in one matrix, both split by their outputs; modules whose own parameters are split so, or by rows."""
+_SPLIT = frozenset({_COLUMNS, _ROWS, _PACKED, _EXPERTS})
 _WHOLE = frozenset({"colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
 """Styles whose input and output are whole on every process."""
 
@@ -38,6 +41,9 @@ class Shards:
             count = getattr(config, name, None) or config.num_attention_heads
             if count % size:
                 raise ModelRefused(f"tensor_parallel = {size} does not divide {name} = {count} of {config.model_type}.")
+        for path, module in model.named_modules():
+            if styles.get(name := replace_layer_number_by_wildcard(path)) == _EXPERTS and not _adds_up(module):
+                styles[name] = f"{_EXPERTS} of {type(module).__name__}"
         return cls(rank, size, styles)
 
     def in_features(self, path: str, whole: int) -> int:
@@ -45,26 +51,30 @@ class Shards:
         return len(range(whole)[self._part(whole)]) if self._style(path) == _ROWS else whole
 
     def part_of(self, path: str, pair: LoraPair) -> LoraPair:
-        """Of an adapter's matrices: where a module's outputs are split the rows of B, where its inputs are split the
-        columns of A. Raises `AdapterRefused` where the model is split in another way, as experts are.
+        """Of an adapter's matrices, also of those of all experts: where a module's outputs are split the rows of B,
+        where its inputs are split the columns of A. Raises `AdapterRefused` where the model is split in another way.
         """
         parts = path.split(".")
         for end in range(1, len(parts) + 1):
             style = self._style(".".join(parts[:end]))
-            if style is not None and style not in (_COLUMNS, _ROWS, *_WHOLE):
+            if style is not None and style not in _SPLIT | _WHOLE:
                 raise AdapterRefused(
                     f"The adapter changes {path!r}, which is split over devices by {style!r}: no adapter can follow it."
                 )
         style = self._style(path)
-        if style == _COLUMNS:
-            return LoraPair(pair.A, pair.B[self._part(pair.B.shape[0])].clone(), pair.scale)
+        if style in (_COLUMNS, _PACKED):
+            layers = pair.B.chunk(2 if style == _PACKED else 1, dim=-2)
+            own = [layer[..., self._part(layer.shape[-2]), :] for layer in layers]
+            return LoraPair(pair.A, torch.cat(own, dim=-2), pair.scale)
         if style == _ROWS:
-            return LoraPair(pair.A[:, self._part(pair.A.shape[1])].clone(), pair.B, pair.scale)
+            return LoraPair(pair.A[..., self._part(pair.A.shape[-1])].clone(), pair.B, pair.scale)
         return pair
 
     def sums_up(self, path: str) -> Callable[[torch.Tensor], object] | None:
-        """What adds up A x over all processes, each of which has a part of x; None where x is whole."""
-        return dist.all_reduce if self._style(path) == _ROWS else None
+        """What adds up over all processes what a part of x gives: A x of a linear layer, the outputs of experts. None
+        where x is whole.
+        """
+        return dist.all_reduce if self._style(path) in (_ROWS, _EXPERTS) else None
 
     def _style(self, path: str) -> str | None:
         return self.styles.get(replace_layer_number_by_wildcard(path))
@@ -73,3 +83,11 @@ class Shards:
         """As torch distributes a dimension: the last parts may be shorter."""
         share = -(-whole // self.size)
         return slice(self.rank * share, (self.rank + 1) * share)
+
+
+def _adds_up(experts: Any) -> bool:
+    """Whether the outputs of parts of these experts add up to those of the whole, and the parts are cut as of linear
+    layers.
+    """
+    odd = ("is_transposed", "has_bias", "has_post_expert_norm")
+    return not any(getattr(experts, name, False) for name in odd)
