@@ -26,8 +26,8 @@ class Outcome:
 
 
 class Outcomes:
-    """Those of one forward, in the making: only `collect` waits for the device. Changes no sequence, so whatever it
-    raises, the chunks can be run again.
+    """Those of one forward, in the making: only `collect` waits for the device, once. Adds nothing to a sequence, so
+    whatever it raises, the chunks can be run again.
 
     `drawn`: the chunks after which a token is drawn, in the order of the draws. `revised`: sequences whose tokens are
     not those that `carried` has, once `collect` has found out.
@@ -60,10 +60,13 @@ class Outcomes:
             for chunk, draw in zip(self.drawn, self._draws.collect(), strict=True):
                 draws[chunk.sequence.request_id] = draw
             self.revised = [self.drawn[row].sequence for row in self._draws.revised]
-        return [
+        outcomes = [
             Outcome(chunk, draws.get(chunk.sequence.request_id), _score_prompt(chunk, self._logits, first))
             for chunk, first, _ in self._rows
         ]
+        # Rows over the vocabulary: the next draws take as much, while the loop still holds this.
+        self._draws, self._logits = None, self._logits.new_empty(0)
+        return outcomes
 
 
 def rows_of_chunks(batch: StepBatch) -> Rows:

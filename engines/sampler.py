@@ -20,7 +20,10 @@ from engines.sequence import Sequence
 from engines.transfer import Arriving, rows_of, sent, with_rows
 
 CANDIDATES = 1024
-"""How many of the most likely tokens truncation looks at first."""
+"""How many of the most likely tokens truncation looks at first, unless the request's last draw kept more."""
+
+_WIDER = 8
+"""How many times as many it looks at next."""
 
 _MASK64 = 2**64 - 1
 
@@ -50,56 +53,90 @@ class Draws:
 
     `token_ids` [rows] int64, on the device: what the next forward can begin with. Any token where the logits are not
     finite. `revised`: rows for which `collect` found another token, since their truncation keeps more than was looked
-    at; they are few.
+    at; they are few, for the next draw of their sequence looks at more.
     """
 
     def __init__(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
+        self._sequences = sequences
         params = self._params = [sequence.request.sampling for sequence in sequences]
         logits = self._logits = _penalise(logits.float(), sequences, params)
         best, ids = logits.max(dim=-1)  # NaN wins a max, so this also shows rows that are not finite
-        is_open = torch.zeros_like(ids)
+        num_kept, is_open = torch.zeros_like(ids), torch.zeros_like(ids)
         self._drawn = [row for row, p in enumerate(params) if p.temperature > 0]
         if self._drawn:
             own = [params[row] for row in self._drawn]
-            self._numbers = [uniform(params[row].seed, sequences[row].num_output) for row in self._drawn]
             # softmax and cumsum keep to one row; sum and logsumexp split a lone row over threads, and change its bits.
             self._weights = torch.softmax(_scale(rows_of(logits, self._drawn), [p.temperature for p in own]), dim=-1)
-            drawn, drawn_open = _draw(self._weights, own, self._numbers)
-            ids, is_open = with_rows(ids, self._drawn, drawn), with_rows(is_open, self._drawn, drawn_open.long())
+            greedy = ids, num_kept, is_open
+            ids, num_kept, is_open = (
+                with_rows(all_, self._drawn, own) for all_, own in zip(greedy, self._draw(), strict=True)
+            )
         self.token_ids = ids
         self.revised: frozenset[int] = frozenset()
         self._wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
-        self._chosen = Arriving(torch.stack((torch.isfinite(best).long(), is_open, ids)))
+        self._found = Arriving(torch.stack((torch.isfinite(best).long(), ids, num_kept, is_open)))
         self._scores = Arriving(*self._score(rows_of(ids, self._wanted))) if self._wanted else None
 
     def collect(self) -> list[Sampled]:
         """Waits for the device."""
-        finite, is_open, chosen = self._chosen.get()[0].tolist()
+        finite, chosen, num_kept, is_open = self._found.get()[0].tolist()
         unsure = [row for row, is_unsure in enumerate(is_open) if is_unsure and finite[row]]
-        if unsure:
-            drawn = chosen.copy()
-            for row, token_id in zip(unsure, self._widened(unsure), strict=True):
-                chosen[row] = token_id
-            self.revised = frozenset(row for row in unsure if chosen[row] != drawn[row])
+        drawn = [chosen[row] for row in unsure]
+        for row in unsure:
+            chosen[row], num_kept[row] = self._widened(row)
+        self.revised = frozenset(row for row, before in zip(unsure, drawn, strict=True) if chosen[row] != before)
+        for sequence, count in zip(self._sequences, num_kept, strict=True):
+            sequence.num_kept = count
         logprobs = self._reports(chosen) if self._scores is not None else {}
         return [
             Sampled(chosen[row], logprobs.get(row)) if finite[row] else Sampled(None)
             for row in range(len(self._params))
         ]
 
-    def _widened(self, rows: list[int]) -> list[int]:
-        """The tokens of rows whose truncation keeps more than were looked at: looks at ever more."""
-        places = [self._drawn.index(row) for row in rows]
-        params, numbers = [self._params[row] for row in rows], [self._numbers[place] for place in places]
-        weights = rows_of(self._weights, places)
-        width = CANDIDATES
-        while width < weights.shape[-1]:
-            width = min(width * 8, weights.shape[-1])
-            token_ids, is_open = _draw_truncated(weights, params, numbers, width)
-            if not bool(is_open.any()):
-                break
-        drawn: list[int] = token_ids.tolist()
+    def _draw(self) -> tuple[torch.Tensor, ...]:
+        """Of the rows that are drawn: a token, how many tokens truncation keeps (0: there is none) and whether it may
+        keep more than were looked at, all int64.
+        """
+        by_width: dict[int, list[int]] = {}
+        for place, row in enumerate(self._drawn):
+            by_width.setdefault(self._width(row), []).append(place)
+        drawn = torch.zeros(3, len(self._drawn), dtype=torch.int64, device=self._weights.device).unbind()
+        for width, places in by_width.items():
+            found = self._draw_among(width, places) if width else self._draw_whole(places)
+            drawn = tuple(with_rows(all_, places, own) for all_, own in zip(drawn, found, strict=True))
         return drawn
+
+    def _width(self, row: int) -> int:
+        """How many tokens truncation is to look at; 0 without truncation."""
+        p = self._params[row]
+        if p.top_k == 0 and p.top_p >= 1 and p.min_p <= 0:
+            return 0
+        width = CANDIDATES
+        while width <= self._sequences[row].num_kept:
+            width *= _WIDER
+        return min(width, self._logits.shape[-1])
+
+    def _numbers(self, places: list[int]) -> list[float]:
+        rows = [self._drawn[place] for place in places]
+        return [uniform(self._params[row].seed, self._sequences[row].num_output) for row in rows]
+
+    def _draw_whole(self, places: list[int]) -> tuple[torch.Tensor, ...]:
+        numbers = sent(self._numbers(places), self._weights.device, torch.float64)
+        token_ids = _invert(rows_of(self._weights, places), numbers)
+        return token_ids, torch.zeros_like(token_ids), torch.zeros_like(token_ids)
+
+    def _draw_among(self, width: int, places: list[int]) -> tuple[torch.Tensor, ...]:
+        params = [self._params[self._drawn[place]] for place in places]
+        return _draw_truncated(rows_of(self._weights, places), params, self._numbers(places), width)
+
+    def _widened(self, row: int) -> tuple[int, int]:
+        """The token of a row whose truncation keeps more than were looked at, and how many it keeps."""
+        width, place = self._width(row), self._drawn.index(row)
+        while True:
+            width = min(width * _WIDER, self._logits.shape[-1])
+            token_id, num_kept, is_open = torch.cat(self._draw_among(width, [place])).tolist()
+            if not is_open:
+                return token_id, num_kept
 
     def _score(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As of `_score`, of the temperature-scaled distribution before truncation, for the rows that want it."""
@@ -182,32 +219,15 @@ class _Entries:
         return (rows, token_ids), sent(self.values, logits.device, logits.dtype)
 
 
-def _draw(
-    weights: torch.Tensor, params: list[SamplingParams], numbers: list[float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token per row of weights [rows, vocab], and whether the row's truncation may keep more than was looked at."""
-    whole = [i for i, p in enumerate(params) if p.top_k == 0 and p.top_p >= 1 and p.min_p <= 0]
-    token_ids = torch.zeros(len(params), dtype=torch.int64, device=weights.device)
-    is_open = torch.zeros_like(token_ids, dtype=torch.bool)
-    if whole:
-        own = sent([numbers[i] for i in whole], weights.device, torch.float64)
-        token_ids = with_rows(token_ids, whole, _invert(rows_of(weights, whole), own))
-    if len(whole) < len(params):
-        truncated = [i for i in range(len(params)) if i not in set(whole)]
-        width = min(CANDIDATES, weights.shape[-1])
-        found = _draw_truncated(
-            rows_of(weights, truncated), [params[i] for i in truncated], [numbers[i] for i in truncated], width
-        )
-        token_ids, is_open = (with_rows(v, truncated, f) for v, f in zip((token_ids, is_open), found, strict=True))
-    return token_ids, is_open
-
-
 def _draw_truncated(
     weights: torch.Tensor, params: list[SamplingParams], numbers: list[float], width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw among the `width` most likely tokens; returns the tokens, and which rows may keep more tokens than that."""
+) -> tuple[torch.Tensor, ...]:
+    """Draw among the `width` most likely tokens of each row: as of `Draws._draw`. A row that is sure gives the same at
+    any width, on any device.
+    """
     vocab = weights.shape[-1]
     top, ids = weights.topk(width, dim=-1)  # sorted, most likely first
+    ids = _lowest_first(top, ids, vocab)
     probability = top.double()
     limits = [(p.top_k or vocab, p.top_p, p.min_p, number) for p, number in zip(params, numbers, strict=True)]
     columns = sent(limits, weights.device, torch.float64)
@@ -216,14 +236,26 @@ def _draw_truncated(
     kept = probability * keep
     cumulative = kept.cumsum(dim=-1)
     # top-p looks at the distribution that top-k left, renormalised.
-    mass = torch.where(top_k <= width, cumulative[:, -1:], 1.0)
+    mass = torch.where(top_k < vocab, cumulative[:, -1:], 1.0)
     keep &= (top_p >= 1) | (cumulative - kept < top_p * mass)
     keep &= probability >= min_p * probability[:, :1]
     keep[:, 0] = True
-    # Whether later tokens may be kept too, and whether the mass that top-p is a share of is not known yet.
-    is_open = (top_k[:, 0] > width) & (width < vocab) & (keep[:, -1] | ((top_p < 1) & (top_k < vocab))[:, 0])
+    # Whether tokens may have to be kept that were not looked at (others that are as likely as the last one are not told
+    # from it), and whether the mass that top-p is a share of is not known yet.
+    beyond = (keep & (top == top[:, -1:])).any(dim=-1)
+    unknown = ((top_p < 1) & (top_k < vocab) & (top_k > width))[:, 0]
+    is_open = (beyond | unknown) & (width < vocab)
     picks = _invert(probability * keep, columns[:, 3])
-    return ids.gather(1, picks[:, None])[:, 0], is_open
+    return ids.gather(1, picks[:, None])[:, 0], keep.sum(dim=-1), is_open.long()
+
+
+def _lowest_first(top: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.Tensor:
+    """`ids` in the order of `top`, and where that is equal, as among logits in bfloat16 it is for many, ascending.
+    `topk` has those in an order that depends on how many are asked for, and on the device.
+    """
+    # Of numbers that are not negative the bits are in the order of the values.
+    keys = (top.contiguous().view(torch.int32).long() << 32) | (vocab - 1 - ids)
+    return vocab - 1 - (keys.sort(dim=-1, descending=True).values & 0xFFFFFFFF)
 
 
 def _invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.prefill_limit: int | None = None  # below `max_step_tokens_decoding`, as the loop measures
-        self._no_room_for: set[str] = set()  # requests that could not be admitted with what is free now
+        # Who was tried and could not be admitted with what is free now, for want of a slot and of memory.
+        self._lack_slots: set[Sequence] = set()
+        self._lacks_memory: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
         self.queue.join(sequence)
@@ -127,7 +129,8 @@ class Scheduler:
 
     def plan_ahead(self, drawn: SequenceOf[Chunk]) -> list[tuple[int, Chunk]]:
         """What surely follows decode chunks whose tokens are not known yet: the place of each in `drawn` that is not at
-        its length, and its next chunk. Nothing if the next step may have more to do than to decode those.
+        its length, and its next chunk. Nothing if the next step may have more to do than to decode those: somebody to
+        admit, also in place of one that ends, a prompt to go on with, blocks to take from others.
         """
         running = [(place, chunk) for place, chunk in enumerate(drawn) if chunk.sequence.blocks]
         if len(running) < len(self.running) or self._may_admit():
@@ -136,20 +139,29 @@ class Scheduler:
         for place, chunk in running:
             sequence = chunk.sequence
             if sequence.num_output + 1 >= sequence.request.sampling.max_tokens:
+                if len(self.queue):
+                    return []
                 continue
             if chunk.end >= len(sequence.blocks) * self._pool.block_size:
                 block = self._pool.allocate(1)
-                if block is None:  # somebody is to be preempted
+                if block is None:
                     return []
                 sequence.blocks.extend(block)
             ahead.append((place, Chunk(sequence, chunk.end, 1)))
         return ahead
 
     def _may_admit(self) -> bool:
-        """Whether somebody waits who was not refused since the last time that anything became free."""
+        """Whether `_admit_next` would come to somebody whom it has not tried since anything became free."""
         if len(self.running) >= self._max_running:
             return False
-        return any(sequence.request_id not in self._no_room_for for sequence in self._candidates([]))
+        blocked: list[Sequence] = []
+        for sequence in self._candidates(blocked):
+            if sequence is self._lacks_memory:
+                return False
+            if sequence not in self._lack_slots:
+                return True
+            blocked.append(sequence)
+        return False
 
     def _add(self, chunks: list[Chunk], sequence: Sequence, budget: _Budget) -> None:
         """Plan as many pending tokens as the budget has; of a prompt that needs more than a step anyway half as many,
@@ -191,24 +203,26 @@ class Scheduler:
         """Admit the request whose turn it is, or the next one if that one's adapter is not there yet."""
         if len(self.running) >= self._max_running:
             return None
+        self._forget_tried()
         blocked: list[Sequence] = []
         for sequence in self._candidates(blocked):
             adapter = sequence.request.adapter
             slot = self._slots.pin(adapter) if adapter else NO_SLOT
             if slot is None:
                 blocked.append(sequence)
+                self._lack_slots.add(sequence)
                 continue
             if not self._allocate_prompt(sequence):
                 # Memory is the bound for everybody: nobody smaller slips past, or large prompts would starve.
                 if slot != NO_SLOT:
                     self._slots.unpin(slot)
-                break
+                self._lacks_memory = sequence
+                return None
             sequence.slot = slot
             for waiting in blocked:
                 waiting.bypassed += 1
             self._start(sequence)
             return sequence
-        self._no_room_for = {sequence.request_id for sequence in self._candidates([])}
         return None
 
     def _candidates(self, blocked: list[Sequence]) -> Iterator[Sequence]:
@@ -275,7 +289,7 @@ class Scheduler:
         self.queue.retire(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
-        self._no_room_for.clear()
+        self._forget_tried()
         self.running.remove(sequence)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
@@ -284,6 +298,10 @@ class Scheduler:
         if sequence.slot != NO_SLOT:
             self._slots.unpin(sequence.slot)
             sequence.slot = NO_SLOT
+
+    def _forget_tried(self) -> None:
+        self._lack_slots.clear()
+        self._lacks_memory = None
 
 
 def _use_up(chunks: list[Chunk], budget: _Budget) -> None:

@@ -21,7 +21,8 @@ class Sequence:
     blocks, as far as it was needed. After a preemption `num_computed` is 0 again and the sampled tokens are computed
     anew like a prompt. `num_charged`: how many of the tokens its tenant was charged for. `bypassed`: how many others
     were admitted while it waited for an adapter slot. `states`: what layers that carry a state keep of it, by layer and
-    position; the model runner's.
+    position; the model runner's. `num_kept`: among how many tokens truncation left its last draw, 0 for none: the
+    sampler's.
     """
 
     request: GenerateRequest
@@ -41,6 +42,7 @@ class Sequence:
     delivered: bool = False
     bypassed: int = 0
     states: dict[int, dict[int, Any]] = field(default_factory=dict)
+    num_kept: int = 0
 
     @classmethod
     def of(cls, request: GenerateRequest, sink: OutputSink) -> "Sequence":

@@ -7,7 +7,8 @@ import torch
 
 def sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """On the device, without waiting for what it has still to do, as `torch.tensor(…, device=…)` would."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    # From pinned memory: of other memory more than 64 KB may have to wait.
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def rows_of(matrix: torch.Tensor, rows: list[int]) -> torch.Tensor:

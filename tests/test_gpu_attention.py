@@ -108,10 +108,24 @@ def test_prefill_of_models_of_real_sizes_by_flash_attention(block_size: int) -> 
 
 
 def flash(
-    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k=None, block_table=None
+    q,
+    k,
+    v,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale,
+    window_size,
+    enable_gqa,
+    num_splits,
+    seqused_k=None,
+    block_table=None,
 ):
-    """As torch documents `varlen_attn`, written out."""
+    """As torch documents `varlen_attn`, written out. Of pages it reads all, as FlashAttention 3 does."""
     assert enable_gqa
+    assert num_splits == 1
     assert window_size[1] == 0
     starts = cu_seq_q.tolist()
     assert max_q == max(end - start for start, end in pairwise(starts))
@@ -121,12 +135,25 @@ def flash(
             own = slice(*cu_seq_k[n : n + 2].tolist())
             keys, values = k[own], v[own]
         else:
-            keys, values = (x[block_table[n].long()].flatten(0, 1)[: int(seqused_k[n])] for x in (k, v))
+            used, blocks = int(seqused_k[n]), block_table[n].long()
+            own = blocks[: -(-used // k.shape[1])]
+            assert v[own].isfinite().all()
+            keys, values = (x[own].flatten(0, 1)[:used] for x in (k, v))
         assert len(keys) <= max_k
         window = window_size[0] + 1 if window_size[0] >= 0 else None
         attention = Attention(0, scale, window)
         out.append(attend_span(q[start:end], keys, values, len(keys) - (end - start), attention))
     return torch.cat(out)
+
+
+def by_triton(cache):
+    """More than is gathered."""
+    return VarlenBackend(cache, Flash(None, (torch.float32,), page=256), num_programs=1)
+
+
+def test_more_than_is_gathered_is_read_where_it_lies(monkeypatch) -> None:
+    monkeypatch.setattr("engines.gpu.varlen.MOST_GATHERED", 0)
+    Bench(LAYERS["plain"], by_triton, [300, 3]).run_long_and_short()
 
 
 def gathering(cache):

@@ -177,8 +177,12 @@ def test_a_token_that_is_found_to_be_another_is_computed_anew() -> None:
     assert bench.runner.decodes.count(None) > 1, "after four candidates of fifty some should have been wrong"
 
 
-def test_a_token_that_is_found_to_be_another_holds_its_request_up_for_no_longer_than_that() -> None:
-    bench = Bench(HashRunner(overlaps=True))
+def test_a_token_that_is_found_to_be_another_holds_its_request_up_for_no_longer_than_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, width = Bench(HashRunner(overlaps=True)), sampler.Draws._width
+    # As if each of its draws kept more tokens than the one before.
+    monkeypatch.setattr(sampler.Draws, "_width", lambda draws, row: min(4, width(draws, row)))
     others = [request((i, 1), max_tokens=300) for i in range(3)]
     wide = request((5,), max_tokens=12, temperature=3.0, top_p=0.95, seed=3)
     bench.add(*others, wide)
@@ -188,9 +192,70 @@ def test_a_token_that_is_found_to_be_another_holds_its_request_up_for_no_longer_
     assert len(bench.tokens(others[0])) < 2 * 12 + 2
 
 
-def test_room_that_becomes_free_is_taken_though_the_others_run_ahead() -> None:
-    bench = Bench(HashRunner(overlaps=True), num_blocks=1 + 16)
-    long, short = request([1] * 20, max_tokens=200), request([2] * 100, max_tokens=5)
+def others_before(bench: Bench, long: GenerateRequest, waiting: GenerateRequest) -> int:
+    """How many tokens of another request come until the first of one that waits."""
+    before = len(bench.tokens(long))
+    while not bench.events(waiting):
+        assert bench.loop.step()
+    return len(bench.tokens(long)) - before
+
+
+def started(*requests: GenerateRequest, charged: int = 1, overlaps: bool = True) -> Bench:
+    """A bench of 16 blocks where the first request decodes, and the others wait. Tenant b has had so many tokens."""
+    bench = Bench(HashRunner(overlaps=overlaps), num_blocks=1 + 16)
+    bench.add(request([4] * charged, max_tokens=1, tenant="b"))
+    bench.finish()
+    bench.add(*requests)
+    for _ in range(5):
+        bench.loop.step()
+    assert len(bench.tokens(requests[0])) > 1
+    assert not any(bench.events(made) for made in requests[1:])
+    return bench
+
+
+def test_who_stands_behind_a_request_that_does_not_fit_is_admitted_when_that_one_leaves() -> None:
+    long, large = request([1] * 20, max_tokens=200, tenant="a"), request([2] * 300, tenant="a")
+    small = request([3] * 20, max_tokens=2, tenant="b")
+    bench = started(long, large, small, charged=200)
+    bench.loop.abort(large.request_id)
+    assert others_before(bench, long, small) < 4
+
+
+def test_who_stands_behind_a_request_that_does_not_fit_is_admitted_when_it_is_its_turn() -> None:
+    """By charging: the tenant of the large one has had more by then."""
+    long, large = request([1] * 20, max_tokens=200, tenant="a"), request([2] * 300, tenant="a")
+    small = request([3] * 20, max_tokens=2, tenant="b")
+    found = []
+    for overlaps in (False, True):
+        bench = started(long, large, small, charged=50, overlaps=overlaps)
+        found.append(others_before(bench, long, small))
+    assert abs(found[0] - found[1]) < 4
+
+
+def test_a_request_that_takes_over_an_id_is_tried_anew() -> None:
+    long, large = request([1] * 20, max_tokens=200), request([2] * 300)
+    bench = started(long, large)
+    small = replace(request([3] * 20, max_tokens=2), request_id=large.request_id)
+    bench.loop.abort(large.request_id)
+    bench.add(small)
+    assert others_before(bench, long, small) < 4
+
+
+def test_who_waits_for_a_place_takes_it_in_the_step_after_one_ends_at_its_length() -> None:
+    found = []
+    for overlaps in (False, True):
+        bench = Bench(HashRunner(overlaps=overlaps))
+        others = [request((i, 1), max_tokens=50) for i in range(7)]
+        bench.add(*others, request((9, 9), max_tokens=5), waiting := request((8, 8), max_tokens=2))
+        found.append(others_before(bench, others[0], waiting))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_room_that_becomes_free_is_taken_though_the_others_run_ahead(stops: bool) -> None:
+    bench, prompt = Bench(HashRunner(overlaps=True), num_blocks=1 + 16), [2] * 100
+    end = {"max_tokens": 100, "stop_token_ids": frozenset(greedy(prompt, 5)[-1:])} if stops else {"max_tokens": 5}
+    long, short = request([1] * 20, max_tokens=200), request(prompt, **end)
     waiting = request([3] * 120, max_tokens=2)
     bench.add(long, short, waiting)
     while not bench.events(waiting):

@@ -19,8 +19,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engines import sampler
 from engines.model_runner import NO_SINK
-from engines.sampler import Sampled, prompt_logprobs, sample, uniform
+from engines.sampler import Draws, Sampled, prompt_logprobs, sample, uniform
 from engines.sequence import Sequence as Generation
 
 DRAWS = 2000
@@ -136,6 +137,50 @@ def test_a_row_alone_and_in_company_gives_the_same_to_the_bit(
         together = sample(logits, [generation(output=output, **params) for params, output in requests])
         for i, (params, output) in enumerate(requests):
             assert sample(logits[i : i + 1], [generation(output=output, **params)]) == [together[i]]
+
+
+@pytest.mark.parametrize("vocab", [40, 100, 1000])
+def test_how_far_the_search_goes_for_one_row_changes_no_other(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens are as likely, so that one more or less is kept where a sum is rounded in another way."""
+    monkeypatch.setattr(sampler, "CANDIDATES", 4)
+    for kept in range(1, vocab, max(1, vocab // 40)):
+        narrow = [generation(seed=seed, top_p=kept / vocab) for seed in range(30)]
+        wide = generation(top_p=1 - 0.5 / vocab)
+        together = sample(torch.zeros(31, vocab), [*narrow, wide])[:-1]
+        again = [generation(seed=seed, top_p=kept / vocab) for seed in range(30)]
+        assert [sample(torch.zeros(1, vocab), [one])[0] for one in again] == together
+        # Their next draws begin where the last ones ended.
+        assert sample(torch.zeros(30, vocab), narrow) == together
+
+
+@pytest.mark.parametrize("vocab", [40, 97, 1000])
+@pytest.mark.parametrize("top_k", [0, 30, 10**9])
+def test_a_draw_is_the_same_however_many_tokens_are_looked_at(vocab: int, top_k: int) -> None:
+    """Tokens are as likely as six others, and a share ends right between two."""
+    logits = (torch.arange(vocab) // 7 * -0.3)[torch.randperm(vocab, generator=torch.Generator().manual_seed(0))]
+    row = torch.softmax(logits, dim=-1)
+    shares = [share for share in row.sort(descending=True).values.double().cumsum(0).tolist() if share < 1]
+    params = [generation(top_p=share, top_k=top_k).request.sampling for share in shares]
+    weights, numbers = row.expand(len(shares), -1), [uniform(1, n) for n in range(len(shares))]
+    whole = torch.stack(sampler._draw_truncated(weights, params, numbers, vocab), dim=1)
+    assert not whole[:, 2].any()
+    for width in (32, 36, 60, 512):
+        if width < vocab:
+            found = torch.stack(sampler._draw_truncated(weights, params, numbers, width), dim=1)
+            sure = found[:, 2] == 0
+            assert torch.equal(found[sure], whole[sure])
+            assert sure.any()
+
+
+def test_a_request_that_keeps_many_tokens_is_searched_for_as_many_at_once() -> None:
+    flat, steep = row(2400, scale=0.1), row(2400, scale=20.0)
+    sequence = generation(top_p=0.9)
+    for logits, is_revised in ((flat, True), (flat, False), (steep, False), (flat, True)):
+        begun = Draws(logits[None], [sequence])
+        first = begun.token_ids.tolist()
+        (draw,) = begun.collect()
+        assert (draw.token_id != first[0]) is is_revised is bool(begun.revised)
+    assert 1024 < sequence.num_kept < 2400
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 50, "logprobs": 20}, {"logprobs": 3}])

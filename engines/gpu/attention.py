@@ -63,7 +63,12 @@ def is_interpreted() -> bool:
 
 
 class TritonBackend:
-    """Implements `attention.interface.AttentionBackend`. `num_programs`: how many the device runs side by side."""
+    """Implements `attention.interface.AttentionBackend`. `num_programs`: how many the device runs side by side.
+
+    `reads_whole_blocks`: also what lies beyond a sequence's length, so that it must not be what somebody left.
+    """
+
+    reads_whole_blocks = False
 
     def __init__(self, cache: KVCache, *, num_programs: int) -> None:
         self._cache = cache
@@ -78,8 +83,9 @@ class TritonBackend:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention, batch: StepBatch
     ) -> torch.Tensor:
-        # Blocks need no zeros: what lies beyond a sequence's length is not read.
-        self._cache.write(attention.layer, k, v, batch.kv_slots, None)
+        self._cache.write(
+            attention.layer, k, v, batch.kv_slots, batch.fresh_blocks if self.reads_whole_blocks else None
+        )
         layout = self._layout
         if layout is None or self._batch is not batch:
             layout = PagedLayout.of(batch.chunks, self._cache.block_size, q.device)

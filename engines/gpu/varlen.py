@@ -21,6 +21,9 @@ _LARGEST_HEAD = 256
 _PAGE = 256
 """FlashAttention 2 reads pages of a multiple of this many tokens."""
 
+MOST_GATHERED = 1 << 16
+"""Tokens of all sequences together whose K and V are copied for a call; for more the Triton kernels read the blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flash:
@@ -42,8 +45,12 @@ class Flash:
             raise ModelRefused(f"attention = 'varlen' is not possible here: {exc}") from exc
         if device.type != "cuda":
             raise ModelRefused(f"attention = 'varlen' needs a CUDA device, not {device}.")
-        page = _PAGE
-        if torch.cuda.get_device_capability(device)[0] == 9 and find_spec("flash_attn_interface") is not None:
+        page, (capability, minor) = _PAGE, torch.cuda.get_device_capability(device)
+        if capability < 8:
+            raise ModelRefused(
+                f"attention = 'varlen' needs compute capability 8.0, and {device} has {capability}.{minor}."
+            )
+        if capability == 9 and find_spec("flash_attn_interface") is not None:
             activate_flash_attention_impl("FA3")
             page = 1
         logger.info("prefill by FlashAttention %d", 3 if page == 1 else 2)
@@ -67,16 +74,20 @@ class VarlenBackend(TritonBackend):
     def __init__(self, cache: KVCache, flash: Flash, *, num_programs: int) -> None:
         super().__init__(cache, num_programs=num_programs)
         self._flash = flash
+        self._gathers = bool(cache.block_size % flash.page)
+        # FlashAttention 3 loads whole pages of V, and 0 times what is not finite is not 0.
+        self.reads_whole_blocks = not self._gathers
         self._gathered: tuple[PagedLayout, torch.Tensor, torch.Tensor] | None = None
 
     def compute(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout
     ) -> torch.Tensor:
-        if max(layout.lengths) == 1 or not self._flash.takes(q, values, attention):
+        is_too_much = self._gathers and sum(layout.ends) > MOST_GATHERED
+        if max(layout.lengths) == 1 or is_too_much or not self._flash.takes(q, values, attention):
             return super().compute(q, keys, values, attention, layout)
         starts = None
         pages = {"seqused_k": layout.kv_lens, "block_table": layout.block_tables}
-        if values.shape[1] % self._flash.page:
+        if self._gathers:
             starts, places = self._places(layout, values.shape[1])
             keys, values = (x.flatten(0, 1).index_select(0, places) for x in (keys, values))
             pages = {}
@@ -92,6 +103,9 @@ class VarlenBackend(TritonBackend):
             # So many before a token, and none after it; -1 for all. Counted from the ends of the sequences.
             window_size=(attention.window - 1 if attention.window else -1, 0),
             enable_gqa=True,
+            # In one piece: with pages, torch's FlashAttention 2 can leave rows unwritten that it computes in several
+            # (pytorch issue 194167), and results depend on the company then.
+            num_splits=1,
             **pages,
         )
         return out
