@@ -164,8 +164,8 @@ def reading_pages(cache):
     return VarlenBackend(cache, Flash(flash, (torch.float32,), page=16), num_programs=1)
 
 
-FLASH = ("plain", "one KV head", "window", "window of one", "everything")
-BY_FLASH = [pytest.param(LAYERS[name], id=name, marks=pytest.mark.slow if name in QUICK[1:] else ()) for name in FLASH]
+FLASH = ("window", "plain", "one KV head", "window of one", "everything")
+BY_FLASH = [pytest.param(LAYERS[name], id=name, marks=pytest.mark.slow if name != FLASH[0] else ()) for name in FLASH]
 
 
 @pytest.mark.parametrize("make", [gathering, reading_pages])
