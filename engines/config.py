@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-AttentionName = Literal["auto", "sdpa", "native", "triton", "varlen"]
+AttentionName = Literal["auto", "sdpa", "native", "triton", "varlen", "flashinfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class EngineConfig:
     `tensor_parallel`: devices that share the model, a process on each; `threads`, `kv_cache_bytes` and `adapter_bytes`
     are each one's then.
     `attention`: "native" are the C kernels for Llama-like models on a CPU, built with the machine's compiler into
-    `kernel_cache`; "triton" are kernels for CUDA devices, and "varlen" the same with FlashAttention for the prefill;
-    "sdpa" is torch for all models; "auto" is "native" or "triton" where it can be had, else "sdpa". `cuda_graphs`: on a
-    device decode steps are recorded once and replayed. `overlap`: each of those is started before the tokens of the one
-    before it are on the host.
+    `kernel_cache`; "triton" are kernels for CUDA devices, "varlen" and "flashinfer" the same with torch's
+    FlashAttention, or with that library, for the prefill; "sdpa" is torch for all models; "auto" is "native" or
+    "triton" where it can be had, else "sdpa". `cuda_graphs`: on a device decode steps are recorded once and replayed.
+    `overlap`: each of those is started before the tokens of the one before it are on the host.
     """
 
     source: str

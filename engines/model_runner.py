@@ -193,7 +193,7 @@ class ModelRunner:
 
     def _gpu_path(self, loaded: LoadedModel, config: EngineConfig, *, by_row: bool) -> "GpuPath | None":
         """Raises `ModelRefused` where the Triton kernels are demanded and cannot be had."""
-        is_demanded = config.attention in ("triton", "varlen")
+        is_demanded = config.attention in ("triton", "varlen", "flashinfer")
         if config.exact or not (is_demanded or (config.attention == "auto" and loaded.device.type == "cuda")):
             return None
         try:

@@ -11,8 +11,9 @@ from engine_harness import DEVICE
 from engines.attention.interface import Attention
 from engines.attention.sdpa import attend_span
 from engines.gpu.attention import PagedLayout, TritonBackend
+from engines.gpu.flashinfer import FlashInferBackend, wrappers_of
 from engines.gpu.varlen import Flash, VarlenBackend
-from engines.kv_cache import KVCache
+from engines.kv_cache import KVCache, LayerShape
 
 QUICK = ("plain", "everything")
 BY_NAME = [
@@ -55,7 +56,13 @@ HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpr
 
 
 def difference_in_half(
-    kv_lens: list[int], new: int, heads: int, kv_heads: int, dim: int, block_size: int, flash: Flash | None = None
+    kv_lens: list[int],
+    new: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    backend: TritonBackend | None = None,
 ) -> float:
     """Relative, of the last `new` tokens of each sequence, to float32."""
     torch.manual_seed(0)
@@ -68,9 +75,7 @@ def difference_in_half(
     lengths = torch.tensor(kv_lens, dtype=torch.int32, device=DEVICE)
     layout = PagedLayout(starts, lengths, tables, (new,) * len(kv_lens), tuple(kv_lens))
     attention, cache = Attention(0, dim**-0.5), KVCache({}, 1, block_size, DEVICE)
-    backend = TritonBackend(cache, num_programs=264)
-    if flash is not None:
-        backend = VarlenBackend(cache, flash, num_programs=264)
+    backend = backend or TritonBackend(cache, num_programs=264)
     found = backend.compute(q, keys, values, attention, layout).float()
     expected = torch.cat(
         [
@@ -100,10 +105,28 @@ def test_models_of_real_sizes(new: int, count: int, block_size: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefill_of_models_of_real_sizes_by_flashinfer(block_size: int) -> None:
+    pytest.importorskip("flashinfer")
+    make, cache = wrappers_of(DEVICE), KVCache({}, 1, block_size, DEVICE)
+    found = difference_in_half(
+        [4096 - 53 * n for n in range(4)],
+        512,
+        heads=32,
+        kv_heads=8,
+        dim=128,
+        block_size=block_size,
+        backend=FlashInferBackend(cache, make, num_programs=264),
+    )
+    assert found < 0.006
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_prefill_of_models_of_real_sizes_by_flash_attention(block_size: int) -> None:
     lengths, sizes = [4096 - 53 * n for n in range(4)], {"heads": 32, "kv_heads": 8, "dim": 128}
-    found = difference_in_half(lengths, 512, block_size=block_size, flash=Flash.of_torch(DEVICE), **sizes)
+    backend = VarlenBackend(KVCache({}, 1, block_size, DEVICE), Flash.of_torch(DEVICE), num_programs=264)
+    found = difference_in_half(lengths, 512, block_size=block_size, backend=backend, **sizes)
     assert found < 0.006
 
 
@@ -164,12 +187,80 @@ def reading_pages(cache):
     return VarlenBackend(cache, Flash(flash, (torch.float32,), page=16), num_programs=1)
 
 
-FLASH = ("window", "plain", "one KV head", "window of one", "everything")
+class Wrapper:
+    """As flashinfer documents its `BatchPrefillWithPagedKVCacheWrapper`, written out. It looks at whole pages."""
+
+    def plan(
+        self,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        *,
+        causal,
+        sm_scale,
+        window_left,
+        logits_soft_cap,
+        q_data_type,
+        kv_data_type,
+    ):
+        assert causal
+        assert q_data_type == kv_data_type
+        assert all(t.dtype == torch.int32 for t in (qo_indptr, kv_indptr, kv_indices, last_page_len))
+        assert all(1 <= n <= page_size for n in last_page_len.tolist())
+        assert kv_indices.shape == (int(kv_indptr[-1]),)
+        self.sizes = num_qo_heads, num_kv_heads, head_dim, page_size
+        self.attention = Attention(0, sm_scale, window_left + 1 if window_left >= 0 else None, logits_soft_cap)
+        self.queries = list(pairwise(qo_indptr.tolist()))
+        self.pages = [kv_indices[start:end].long() for start, end in pairwise(kv_indptr.tolist())]
+        self.last = last_page_len.tolist()
+
+    def run(self, q, paged_kv_cache):
+        keys, values = paged_kv_cache
+        assert (*q.shape[1:2], *values.shape[2:], values.shape[1]) == self.sizes
+        out = []
+        for (start, end), pages, last in zip(self.queries, self.pages, self.last, strict=True):
+            assert values[pages].isfinite().all()
+            used = (len(pages) - 1) * values.shape[1] + last
+            own = (x[pages].flatten(0, 1)[:used] for x in (keys, values))
+            out.append(attend_span(q[start:end], *own, used - (end - start), self.attention))
+        return torch.cat(out)
+
+
+def by_flashinfer(cache):
+    return FlashInferBackend(cache, Wrapper, num_programs=1, dtypes=(torch.float32,), sizes=(8,))
+
+
+def test_layers_that_ask_for_different_things_have_plans_of_their_own() -> None:
+    cache = KVCache({0: LayerShape(1, 8, 8, torch.float32)}, 4, 16, DEVICE)
+    made: list[Wrapper] = []
+    backend = FlashInferBackend(
+        cache, lambda: made.append(Wrapper()) or made[-1], num_programs=1, dtypes=(torch.float32,), sizes=(8,)
+    )
+    q, starts = torch.randn(5, 2, 8, device=DEVICE), torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
+    for table in ([1, 2], [3, 1]):
+        tables = torch.tensor([table], dtype=torch.int32, device=DEVICE)
+        for layer in (cache.k[0], cache.v[0]):
+            layer.normal_()
+        layout = PagedLayout(starts, torch.tensor([20], device=DEVICE), tables, (5,), (20,))
+        for window in (None, 3, None):
+            attention = Attention(0, 0.3, window)
+            keys, values = (x[table].flatten(0, 1)[:20] for x in (cache.k[0], cache.v[0]))
+            found = backend.compute(q, cache.k[0], cache.v[0], attention, layout)
+            torch.testing.assert_close(found, attend_span(q, keys, values, 15, attention))
+    assert len(made) == 2
+
+
+FLASH = ("window", "plain", "one KV head", "window of one", "softcap", "everything")
 BY_FLASH = [pytest.param(LAYERS[name], id=name, marks=pytest.mark.slow if name != FLASH[0] else ()) for name in FLASH]
 
 
-@pytest.mark.parametrize("make", [gathering, reading_pages])
+@pytest.mark.parametrize("make", [gathering, reading_pages, by_flashinfer])
 @pytest.mark.parametrize("layer", BY_FLASH)
-def test_prefill_by_flash_attention(layer: Layer, make: MakeBackend) -> None:
+def test_prefill_by_a_library(layer: Layer, make: MakeBackend) -> None:
     """What it is given, by a stand-in that takes the same arguments; itself it runs on devices only."""
     Bench(layer, make, [50, 33, 16, 1, 20]).run_mixed()

@@ -148,7 +148,7 @@ def test_kernels_that_compute_something_else_are_refused_where_they_are_demanded
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a device")
-@pytest.mark.parametrize("attention", ["triton", "varlen"])
+@pytest.mark.parametrize("attention", ["triton", "varlen", "flashinfer"])
 def test_without_a_device_they_are_refused(attention: str, monkeypatch) -> None:
     monkeypatch.setattr("engines.gpu.path.is_interpreted", lambda: False)
     with pytest.raises(ModelRefused, match=f"attention = '{attention}' needs a CUDA device, not cpu"):
@@ -156,6 +156,7 @@ def test_without_a_device_they_are_refused(attention: str, monkeypatch) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a device")
-def test_flash_attention_is_refused_in_the_interpreter_too() -> None:
-    with pytest.raises(ModelRefused, match="attention = 'varlen' needs a CUDA device, not cpu"):
-        DrivenEngine(engine_config("llama", **{**SETTINGS, "attention": "varlen"}))
+@pytest.mark.parametrize("attention", ["varlen", "flashinfer"])
+def test_libraries_are_refused_in_the_interpreter_too(attention: str) -> None:
+    with pytest.raises(ModelRefused, match=f"attention = '{attention}' needs a CUDA device, not cpu"):
+        DrivenEngine(engine_config("llama", **{**SETTINGS, "attention": attention}))

@@ -12,6 +12,7 @@ from engines.batch import Carried, StepBatch
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout, TritonBackend, is_interpreted
+from engines.gpu.flashinfer import FlashInferBackend, wrappers_of
 from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
 from engines.gpu.lora import RowAdapters, tiles_of
 from engines.gpu.varlen import Flash, VarlenBackend
@@ -22,6 +23,19 @@ logger = logging.getLogger(__name__)
 
 _INTERPRETED_PROGRAMS = 8
 _PROGRAMS_PER_MULTIPROCESSOR = 2
+
+
+def _backend_of(config: EngineConfig, device: torch.device) -> Callable[..., TritonBackend]:
+    """Makes it of a `KVCache` and `num_programs`. Raises `ModelRefused` where the library that is asked for cannot be
+    had.
+    """
+    if config.attention == "varlen":
+        flash = Flash.of_torch(device)
+        return lambda cache, **rest: VarlenBackend(cache, flash, **rest)
+    if config.attention == "flashinfer":
+        make_wrapper = wrappers_of(device)
+        return lambda cache, **rest: FlashInferBackend(cache, make_wrapper, **rest)
+    return TritonBackend
 
 
 class GpuPath:
@@ -36,7 +50,7 @@ class GpuPath:
     ) -> None:
         if device.type != "cuda" and not is_interpreted():
             raise ModelRefused(f"attention = {config.attention!r} needs a CUDA device, not {device}.")
-        self._flash = Flash.of_torch(device) if config.attention == "varlen" else None
+        self._make_backend = _backend_of(config, device)
         self._config = config
         self._device = device
         self._compute = compute
@@ -61,9 +75,7 @@ class GpuPath:
 
     def allocate(self, cache: KVCache, context_length: int) -> AttentionBackend:
         """The backend over this cache, and graphs, which are recorded when they are first needed."""
-        backend = TritonBackend(cache, num_programs=self._num_programs)
-        if self._flash is not None:
-            backend = VarlenBackend(cache, self._flash, num_programs=self._num_programs)
+        backend = self._make_backend(cache, num_programs=self._num_programs)
 
         def forward(batch: StepBatch, layout: PagedLayout) -> torch.Tensor:
             backend.use(batch, layout)

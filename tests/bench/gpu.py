@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -249,6 +250,8 @@ def measure(shape: str, model: Model, card: Card, table: Table, device: torch.de
         "FlashAttention in prefill": {"attention": "varlen"},
         "gather and SDPA": {"attention": "sdpa"},
     }
+    if find_spec("flashinfer") is not None:
+        variants["flashinfer in prefill"] = {"attention": "flashinfer"}
     if device.type == "cpu":
         variants = {"gather and SDPA": {"attention": "sdpa"}}
     rates: dict[int, Speed] = {}
