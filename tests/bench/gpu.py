@@ -241,9 +241,11 @@ class Table:
         return False
 
 
-def measure(shape: str, model: Model, card: Card, table: Table, device: torch.device, sizes: tuple[int, int]) -> None:
-    prompt, output = sizes
-    variants = {
+def variants_for(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Settings by name; the first is the main one."""
+    if device.type == "cpu":
+        return {"gather and SDPA": {"attention": "sdpa"}}
+    variants: dict[str, dict[str, Any]] = {
         "Triton and CUDA graphs": {},
         "waiting for each step's tokens": {"overlap": False},
         "Triton without graphs": {"cuda_graphs": False},
@@ -252,14 +254,24 @@ def measure(shape: str, model: Model, card: Card, table: Table, device: torch.de
     }
     if find_spec("flashinfer") is not None:
         variants["flashinfer in prefill"] = {"attention": "flashinfer"}
-    if device.type == "cpu":
-        variants = {"gather and SDPA": {"attention": "sdpa"}}
+    return variants
+
+
+def measure(shape: str, model: Model, card: Card, table: Table, device: torch.device, sizes: tuple[int, int]) -> None:
+    prompt, output = sizes
+    variants = variants_for(device)
     rates: dict[int, Speed] = {}
     for name, settings in variants.items():
         if not table.has_time(f"{shape}, {name}"):
             continue
-        engine = Engine(model, device, **settings)
         is_main = name == next(iter(variants))
+        try:
+            engine = Engine(model, device, **settings)
+        except Exception as exc:  # a library that is not there, or of another version
+            if is_main:
+                raise
+            table.add(f"| {shape}, {name} | not possible here: {type(exc).__name__}: {exc} | | |")
+            continue
         engine.run(2, prompt, 8)  # warm
         for batch in (1, 8, 32, 64) if is_main else (1, 32):
             speed = engine.run(batch, prompt, output)
