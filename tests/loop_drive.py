@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 import torch
+from no_adapters import NoAdapters
 
 from engines.batch import Carried, StepBatch, build_batch, wanted_rows
 from engines.block_pool import BlockPool
-from engines.errors import AdapterError, EngineStopped
+from engines.errors import EngineStopped
 from engines.loop import EngineLoop, Event
 from engines.model_runner import NO_SINK
-from engines.protocol import Adapter, GenerateRequest, TokenDelta
+from engines.protocol import GenerateRequest, TokenDelta
 from engines.scheduler import Chunk, Scheduler
 from engines.sequence import Sequence as Generation
 
@@ -91,23 +92,6 @@ class HashRunner:
     def check_health(self) -> None:
         if self.broken:
             raise RuntimeError("the device is gone")
-
-
-class NoAdapters:
-    is_loading = False
-
-    def want(self, adapter: Adapter) -> None: ...
-    def unwant(self, adapter: Adapter) -> None: ...
-    def poll(self) -> dict[Adapter, AdapterError]:
-        return {}
-
-    def ready(self, adapter: Adapter) -> bool:
-        return True
-
-    def pin(self, adapter: Adapter) -> int | None:
-        return 0
-
-    def unpin(self, slot: int) -> None: ...
 
 
 @dataclass

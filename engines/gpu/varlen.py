@@ -41,7 +41,7 @@ class Flash:
         try:
             from torch.nn.attention import activate_flash_attention_impl
             from torch.nn.attention.varlen import varlen_attn
-        except ImportError as exc:  # before torch 2.11
+        except ImportError as exc:  # of an older torch
             raise ModelRefused(f"attention = 'varlen' is not possible here: {exc}") from exc
         if device.type != "cuda":
             raise ModelRefused(f"attention = 'varlen' needs a CUDA device, not {device}.")

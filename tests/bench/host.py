@@ -13,17 +13,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from no_adapters import NoAdapters
 
 from engines.batch import Carried, StepBatch
 from engines.block_pool import BlockPool
 from engines.gpu.attention import PagedLayout
 from engines.gpu.graphs import DecodeGraphs
 from engines.loop import EngineLoop
-from engines.protocol import Adapter, GenerateRequest, SamplingParams
+from engines.protocol import GenerateRequest, SamplingParams
 from engines.scheduler import Chunk, Scheduler
 from engines.sequence import Sequence as Generation
 from engines.switching import SWITCH_INTERVAL_S
@@ -74,23 +78,6 @@ class Device:
 def _recorded(compute: Callable[[], object]) -> Callable[[], object]:
     compute()
     return lambda: None
-
-
-class NoAdapters:
-    is_loading = False
-
-    def want(self, adapter: Adapter) -> None: ...
-    def unwant(self, adapter: Adapter) -> None: ...
-    def poll(self) -> dict[Adapter, Any]:
-        return {}
-
-    def ready(self, adapter: Adapter) -> bool:
-        return True
-
-    def pin(self, adapter: Adapter) -> int | None:
-        return 0
-
-    def unpin(self, slot: int) -> None: ...
 
 
 class _NoSink:
