@@ -180,7 +180,7 @@ def test_a_request_that_keeps_many_tokens_is_searched_for_as_many_at_once() -> N
         first = begun.token_ids.tolist()
         (draw,) = begun.collect()
         assert (draw.token_id != first[0]) is is_revised is bool(begun.revised)
-    assert 1024 < sequence.num_kept < 2400
+    assert 128 < sequence.num_kept < 2400
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 50, "logprobs": 20}, {"logprobs": 3}])
