@@ -39,6 +39,7 @@ def scenarios() -> list[Scenario]:
             Scenario(f"base, {streams} streams", replace(load, streams=streams, requests=requests))
             for streams, requests in ((1, 4), (8, 32), (32, 96), (64, 160))
         ),
+        Scenario("base at temperature 1, 32 streams", replace(load, streams=32, requests=96, temperature=1.0)),
         Scenario(
             "prefill, 8 x 1024 tokens",
             replace(load, streams=8, requests=16, prompt_tokens=1024, max_tokens=1),
