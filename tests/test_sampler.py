@@ -139,11 +139,11 @@ def test_a_row_alone_and_in_company_gives_the_same_to_the_bit(
             assert sample(logits[i : i + 1], [generation(output=output, **params)]) == [together[i]]
 
 
-@pytest.mark.parametrize("vocab", [40, 100, 1000])
-def test_how_far_the_search_goes_for_one_row_changes_no_other(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_far_the_search_goes_for_one_row_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are as likely, so that one more or less is kept where a sum is rounded in another way."""
     monkeypatch.setattr(sampler, "CANDIDATES", 4)
-    for kept in range(1, vocab, max(1, vocab // 40)):
+    vocab = 40
+    for kept in range(1, vocab, 2):
         narrow = [generation(seed=seed, top_p=kept / vocab) for seed in range(30)]
         wide = generation(top_p=1 - 0.5 / vocab)
         together = sample(torch.zeros(31, vocab), [*narrow, wide])[:-1]
