@@ -142,11 +142,8 @@ class Scheduler:
                 if len(self.queue):
                     return []
                 continue
-            if chunk.end >= len(sequence.blocks) * self._pool.block_size:
-                block = self._pool.allocate(1)
-                if block is None:
-                    return []
-                sequence.blocks.extend(block)
+            if not self._extend(sequence, chunk.end):
+                return []
             ahead.append((place, Chunk(sequence, chunk.end, 1)))
         return ahead
 
@@ -183,15 +180,20 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for the sequence's next token, preempting the youngest while there is none."""
-        if sequence.num_computed < len(sequence.blocks) * self._pool.block_size:
-            return True
-        while (block := self._pool.allocate(1)) is None:
+        while not self._extend(sequence, sequence.num_computed):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks.extend(block)
         return True
+
+    def _extend(self, sequence: Sequence, position: int) -> bool:
+        """Whether there is room for the next token, at this position: a block for it is taken if one is free."""
+        if position < len(sequence.blocks) * self._pool.block_size:
+            return True
+        block = self._pool.allocate(1)
+        sequence.blocks += block or []
+        return block is not None
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
