@@ -1,7 +1,7 @@
 """Runs chunks of sequences through a transformers model on the paged KV cache."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from engines.attention.exact import ExactBackend
-from engines.attention.interface import NAME, AttentionBackend, Paged, ShapeProbe, register
+from engines.attention.interface import NAME, Attention, AttentionBackend, Paged, ShapeProbe, register
 from engines.attention.recurrent import split_by_sequence, state_bytes
 from engines.attention.sdpa import SdpaBackend
 from engines.batch import PROBE_TOKENS, Carried, StepBatch, build_batch
@@ -60,7 +60,6 @@ class ModelRunner:
         self._device = loaded.device
         self._block_size = config.block_size
         self._tiled = config.exact
-        self._overlap = config.overlap
         self._exact = False
         self._native: NativeModel | None = None
         self._gpu: GpuPath | None = None
@@ -89,9 +88,19 @@ class ModelRunner:
             shards=shards,
         )
         self.adapters: AdapterModules | NativeAdapters = others
-        if shards is not None:  # what takes the place of a layer below would take the place of its exchange too
-            return
-        self._native = install_kernels(loaded, probe.attention, config, threads=threads)
+        if shards is None:  # what takes the place of a layer would take the place of its exchange too
+            self._replace_layers(loaded, config, others, probe.attention, threads)
+
+    def _replace_layers(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        others: AdapterModules,
+        attention: Mapping[int, Attention],
+        threads: int,
+    ) -> None:
+        """By what computes the same faster here, or exactly."""
+        self._native = install_kernels(loaded, attention, config, threads=threads)
         if self._native is not None:  # exact as they are
             decoder = self._native.decoder
             self.adapters = NativeAdapters(decoder, others, layers="model.layers", head=self.targets.head or "")
@@ -145,7 +154,7 @@ class ModelRunner:
         self, chunks: SequenceOf[Chunk], carried: Carried | None = None
     ) -> tuple[StepBatch, torch.Tensor] | None:
         """As of `loop.Runner`: by the recorded decode steps."""
-        return self._gpu.decode(chunks, carried) if self._gpu is not None and self._overlap else None
+        return self._gpu.decode(chunks, carried) if self._gpu is not None and self._gpu.overlaps else None
 
     def check_health(self) -> None:
         """Run a few tokens of the base model in the trash block. Raises what the device raises."""
@@ -193,8 +202,10 @@ class ModelRunner:
 
     def _gpu_path(self, loaded: LoadedModel, config: EngineConfig, *, by_row: bool) -> "GpuPath | None":
         """Raises `ModelRefused` where the Triton kernels are demanded and cannot be had."""
-        is_demanded = config.attention in ("triton", "varlen", "flashinfer")
-        if config.exact or not (is_demanded or (config.attention == "auto" and loaded.device.type == "cuda")):
+        is_demanded = config.attention != "auto"
+        if config.exact or config.attention in ("sdpa", "native"):
+            return None
+        if not is_demanded and loaded.device.type != "cuda":
             return None
         try:
             from engines.gpu.path import GpuPath  # Triton comes with torch for CUDA and with no other

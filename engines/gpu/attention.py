@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -34,15 +35,13 @@ class PagedLayout:
 
     @classmethod
     def of(cls, chunks: SequenceOf[Chunk], block_size: int, device: torch.device) -> "PagedLayout":
-        starts = [0]
-        for chunk in chunks:
-            starts.append(starts[-1] + chunk.length)
+        lengths, ends = tuple(chunk.length for chunk in chunks), tuple(chunk.end for chunk in chunks)
         return cls(
-            sent(starts, device, torch.int32),
-            sent([chunk.end for chunk in chunks], device, torch.int32),
+            sent([0, *accumulate(lengths)], device, torch.int32),
+            sent(ends, device, torch.int32),
             sent(block_tables(chunks, block_size), device, torch.int32),
-            tuple(chunk.length for chunk in chunks),
-            tuple(chunk.end for chunk in chunks),
+            lengths,
+            ends,
         )
 
     def queries(self, per_program: int) -> tuple[torch.Tensor, torch.Tensor]:

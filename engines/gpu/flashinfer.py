@@ -1,22 +1,22 @@
 """Prefill by flashinfer, where its package is installed: it reads blocks of any size where they lie, and knows windows
-and soft caps. Decoding, and layers that it does not know, go through the Triton kernels.
+and soft caps.
 """
 
 from collections.abc import Callable
 from importlib import import_module
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from engines.attention.interface import Attention
 from engines.errors import ModelRefused
-from engines.gpu.attention import PagedLayout, TritonBackend
+from engines.gpu.attention import PagedLayout
+from engines.gpu.prefill import HALVES, PrefillBackend, spread, window_left
 from engines.kv_cache import KVCache
 
 _HEAD_SIZES = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def wrappers_of(device: torch.device) -> Callable[[], Any]:
@@ -43,7 +43,7 @@ class _Kind(NamedTuple):
     softcap: float | None
 
 
-class FlashInferBackend(TritonBackend):
+class FlashInferBackend(PrefillBackend):
     """Implements `attention.interface.AttentionBackend`. `dtypes`: of Q, K and V; `sizes`: of heads."""
 
     reads_whole_blocks = True  # for all we know
@@ -63,35 +63,29 @@ class FlashInferBackend(TritonBackend):
         self._sizes = sizes
         self._planned: dict[_Kind, tuple[PagedLayout, Any]] = {}
 
-    def compute(
+    def takes(self, q: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout) -> bool:
+        size = q.shape[-1]
+        return q.dtype in self._dtypes and size in self._sizes and values.shape[-1] == size and attention.sinks is None
+
+    def prefill(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout
     ) -> torch.Tensor:
-        if max(layout.lengths) == 1 or not self._takes(q, values, attention):
-            return super().compute(q, keys, values, attention, layout)
         heads, size = q.shape[1:]
         kind = _Kind(heads, values.shape[2], size, q.dtype, attention.scale, attention.window, attention.softcap)
         planned, wrapper = self._planned.get(kind) or (None, self._make_wrapper())
         if planned is not layout:
             _plan(wrapper, kind, layout, values.shape[1])
             self._planned[kind] = layout, wrapper
-        out: torch.Tensor = wrapper.run(q.contiguous(), (keys, values))
+        out: torch.Tensor = wrapper.run(q, (keys, values))
         return out
-
-    def _takes(self, q: torch.Tensor, values: torch.Tensor, attention: Attention) -> bool:
-        size = q.shape[-1]
-        return q.dtype in self._dtypes and size in self._sizes and values.shape[-1] == size and attention.sinks is None
 
 
 def _plan(wrapper: Any, kind: _Kind, layout: PagedLayout, block_size: int) -> None:
     """What flashinfer looks at on the host is given to it there."""
-    held = [-(-end // block_size) for end in layout.ends]
-    device = layout.block_tables.device
-    sequence = torch.repeat_interleave(torch.tensor(held)).to(device, non_blocking=True)
-    starts = torch.tensor([0, *held], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    place = torch.arange(sum(held), device=device) - starts.to(device, non_blocking=True)[sequence]
+    starts, sequence, place = spread([-(-end // block_size) for end in layout.ends], layout.block_tables.device)
     wrapper.plan(
-        torch.tensor([0, *layout.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        starts,
+        torch.tensor([0, *accumulate(layout.lengths)], dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int32),
         layout.block_tables[sequence, place],
         torch.tensor([(end - 1) % block_size + 1 for end in layout.ends], dtype=torch.int32),
         kind.heads,
@@ -100,7 +94,7 @@ def _plan(wrapper: Any, kind: _Kind, layout: PagedLayout, block_size: int) -> No
         block_size,
         causal=True,  # counted from the ends of the sequences
         sm_scale=kind.scale,
-        window_left=kind.window - 1 if kind.window else -1,
+        window_left=window_left(kind.window),
         logits_soft_cap=kind.softcap,
         q_data_type=kind.dtype,
         kv_data_type=kind.dtype,

@@ -67,6 +67,10 @@ class GpuPath:
     def is_demanded(self) -> bool:
         return self._config.attention != "auto"
 
+    @property
+    def overlaps(self) -> bool:
+        return self._config.overlap
+
     def adapter_modules(self, *args: Any, **kwargs: Any) -> RowAdapters:
         """Arguments as of `AdapterModules`."""
         config = self._config

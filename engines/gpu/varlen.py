@@ -1,5 +1,5 @@
 """Prefill by torch's attention over sequences of many lengths (`torch.nn.attention.varlen`): FlashAttention 2, or 3
-where its package is installed. Decoding, and layers that it does not know, go through the Triton kernels.
+where its package is installed.
 """
 
 import logging
@@ -12,8 +12,10 @@ import torch
 
 from engines.attention.interface import Attention
 from engines.errors import ModelRefused
-from engines.gpu.attention import PagedLayout, TritonBackend
+from engines.gpu.attention import PagedLayout
+from engines.gpu.prefill import HALVES, PrefillBackend, spread, window_left
 from engines.kv_cache import KVCache
+from engines.transfer import sent
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class Flash:
             activate_flash_attention_impl("FA3")
             page = 1
         logger.info("prefill by FlashAttention %d", 3 if page == 1 else 2)
-        return cls(varlen_attn, (torch.float16, torch.bfloat16), page)
+        return cls(varlen_attn, HALVES, page)
 
     def takes(self, q: torch.Tensor, values: torch.Tensor, attention: Attention) -> bool:
         """It knows neither soft caps nor sinks, and one head size for K and V."""
@@ -68,7 +70,7 @@ class Flash:
         )
 
 
-class VarlenBackend(TritonBackend):
+class VarlenBackend(PrefillBackend):
     """Implements `attention.interface.AttentionBackend`."""
 
     def __init__(self, cache: KVCache, flash: Flash, *, num_programs: int) -> None:
@@ -79,12 +81,13 @@ class VarlenBackend(TritonBackend):
         self.reads_whole_blocks = not self._gathers
         self._gathered: tuple[PagedLayout, torch.Tensor, torch.Tensor] | None = None
 
-    def compute(
+    def takes(self, q: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout) -> bool:
+        is_too_much = self._gathers and sum(layout.ends) > MOST_GATHERED
+        return not is_too_much and self._flash.takes(q, values, attention)
+
+    def prefill(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout
     ) -> torch.Tensor:
-        is_too_much = self._gathers and sum(layout.ends) > MOST_GATHERED
-        if max(layout.lengths) == 1 or is_too_much or not self._flash.takes(q, values, attention):
-            return super().compute(q, keys, values, attention, layout)
         starts = None
         pages = {"seqused_k": layout.kv_lens, "block_table": layout.block_tables}
         if self._gathers:
@@ -92,7 +95,7 @@ class VarlenBackend(TritonBackend):
             keys, values = (x.flatten(0, 1).index_select(0, places) for x in (keys, values))
             pages = {}
         out: torch.Tensor = self._flash.attend(
-            q.contiguous(),
+            q,
             keys,
             values,
             layout.row_starts,
@@ -100,8 +103,7 @@ class VarlenBackend(TritonBackend):
             max(layout.lengths),
             max(layout.ends),
             scale=attention.scale,
-            # So many before a token, and none after it; -1 for all. Counted from the ends of the sequences.
-            window_size=(attention.window - 1 if attention.window else -1, 0),
+            window_size=(window_left(attention.window), 0),  # none after it, counted from the ends of the sequences
             enable_gqa=True,
             # In one piece: with pages, torch's FlashAttention 2 can leave rows unwritten that it computes in several
             # (pytorch issue 194167), and results depend on the company then.
@@ -115,10 +117,9 @@ class VarlenBackend(TritonBackend):
         for all layers.
         """
         if self._gathered is None or self._gathered[0] is not layout:
-            total, ends = sum(layout.ends), layout.kv_lens.cumsum(0, dtype=torch.int32)
-            sequence = torch.repeat_interleave(layout.kv_lens, output_size=total)
-            starts = torch.cat((ends.new_zeros(1), ends))
-            position = torch.arange(total, device=ends.device) - starts[sequence]
+            device = layout.kv_lens.device
+            starts, sequence, position = spread(layout.ends, device)
             blocks = layout.block_tables[sequence, position // block_size].long()
-            self._gathered = layout, starts, blocks * block_size + position % block_size
+            places = blocks * block_size + position % block_size
+            self._gathered = layout, sent(starts, device, torch.int32), places
         return self._gathered[1:]

@@ -1,0 +1,47 @@
+"""What the libraries that can take the prefill from the Triton kernels have in common."""
+
+from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
+
+import torch
+
+from engines.attention.interface import Attention
+from engines.gpu.attention import PagedLayout, TritonBackend
+from engines.transfer import sent
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class PrefillBackend(TritonBackend):
+    """Decoding, and whatever `takes` does not name, goes through the Triton kernels."""
+
+    def takes(self, q: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout) -> bool:
+        """Whether the library computes this."""
+        raise NotImplementedError
+
+    def prefill(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout
+    ) -> torch.Tensor:
+        """As of `gpu.attention.attend`, by the library."""
+        raise NotImplementedError
+
+    def compute(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout
+    ) -> torch.Tensor:
+        if max(layout.lengths) == 1 or not self.takes(q, values, attention, layout):
+            return super().compute(q, keys, values, attention, layout)
+        return self.prefill(q.contiguous(), keys, values, attention, layout)
+
+
+def window_left(window: int | None) -> int:
+    """How many tokens before its own a token sees; -1 for all."""
+    return window - 1 if window else -1
+
+
+def spread(counts: SequenceOf[int], device: torch.device) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Of things that lie one after the other, so many of each sequence: where those of each begin [n + 1], and on the
+    device the sequence of each thing and its place among those of the sequence [sum], int64.
+    """
+    starts = [0, *accumulate(counts)]
+    sequence = torch.repeat_interleave(sent(counts, device), output_size=starts[-1])
+    return starts, sequence, torch.arange(starts[-1], device=device) - sent(starts, device)[sequence]
