@@ -67,22 +67,18 @@ class Draws:
         self._sequences = sequences
         params = self._params = [sequence.request.sampling for sequence in sequences]
         logits = self._logits = _penalise(logits.float(), sequences, params)
-        best, ids = logits.max(dim=-1)  # NaN wins a max, so this also shows rows that are not finite
-        num_kept, is_open = torch.zeros_like(ids), torch.zeros_like(ids)
-        self._drawn = [row for row, p in enumerate(params) if p.temperature > 0]
-        if self._drawn:
-            own = [params[row] for row in self._drawn]
+        best, greedy = logits.max(dim=-1)  # NaN wins a max, so this also shows rows that are not finite
+        drawn = [row for row, p in enumerate(params) if p.temperature > 0]
+        self._places = {row: place for place, row in enumerate(drawn)}
+        if drawn:
             # softmax and cumsum keep to one row; sum and logsumexp split a lone row over threads, and change its bits.
-            self._weights = torch.softmax(_scale(rows_of(logits, self._drawn), [p.temperature for p in own]), dim=-1)
-            greedy = ids, num_kept, is_open
-            ids, num_kept, is_open = (
-                with_rows(all_, self._drawn, own) for all_, own in zip(greedy, self._draw(), strict=True)
-            )
-        self.token_ids = ids
+            scaled = _scale(rows_of(logits, drawn), [params[row].temperature for row in drawn])
+            self._weights = torch.softmax(scaled, dim=-1)
+        self.token_ids, num_kept, is_open = self._draw(greedy)
         self.revised: frozenset[int] = frozenset()
         self._wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
-        self._found = Arriving(torch.stack((torch.isfinite(best).long(), ids, num_kept, is_open)))
-        self._scores = Arriving(*self._score(rows_of(ids, self._wanted))) if self._wanted else None
+        self._found = Arriving(torch.stack((torch.isfinite(best).long(), self.token_ids, num_kept, is_open)))
+        self._scores = Arriving(*self._score(rows_of(self.token_ids, self._wanted))) if self._wanted else None
 
     def collect(self) -> list[Sampled]:
         """Waits for the device."""
@@ -100,17 +96,17 @@ class Draws:
             for row in range(len(self._params))
         ]
 
-    def _draw(self) -> tuple[torch.Tensor, ...]:
-        """Of the rows that are drawn: a token, how many tokens truncation keeps (0: there is none) and whether it may
-        keep more than were looked at, all int64.
+    def _draw(self, greedy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of each row: a token, how many tokens truncation keeps (0: there is none) and whether it may keep more than
+        were looked at, all int64.
         """
         by_width: dict[int, list[int]] = {}
-        for place, row in enumerate(self._drawn):
-            by_width.setdefault(self._width(row), []).append(place)
-        drawn = torch.zeros(3, len(self._drawn), dtype=torch.int64, device=self._weights.device).unbind()
-        for width, places in by_width.items():
-            found = self._draw_among(width, places) if width else self._draw_whole(places)
-            drawn = tuple(with_rows(all_, places, own) for all_, own in zip(drawn, found, strict=True))
+        for row in self._places:
+            by_width.setdefault(self._width(row), []).append(row)
+        drawn: tuple[torch.Tensor, ...] = greedy, torch.zeros_like(greedy), torch.zeros_like(greedy)
+        for width, rows in by_width.items():
+            found = self._draw_among(width, rows) if width else self._draw_whole(rows)
+            drawn = tuple(with_rows(all_, rows, own) for all_, own in zip(drawn, found, strict=True))
         return drawn
 
     def _width(self, row: int) -> int:
@@ -123,25 +119,27 @@ class Draws:
             width *= _WIDER
         return min(width, self._logits.shape[-1])
 
-    def _numbers(self, places: list[int]) -> list[float]:
-        rows = [self._drawn[place] for place in places]
+    def _numbers(self, rows: list[int]) -> list[float]:
         return [uniform(self._params[row].seed, self._sequences[row].num_output) for row in rows]
 
-    def _draw_whole(self, places: list[int]) -> tuple[torch.Tensor, ...]:
-        numbers = sent(self._numbers(places), self._weights.device, torch.float64)
-        token_ids = _invert(rows_of(self._weights, places), numbers)
+    def _weights_of(self, rows: list[int]) -> torch.Tensor:
+        return rows_of(self._weights, [self._places[row] for row in rows])
+
+    def _draw_whole(self, rows: list[int]) -> tuple[torch.Tensor, ...]:
+        numbers = sent(self._numbers(rows), self._weights.device, torch.float64)
+        token_ids = _invert(self._weights_of(rows), numbers)
         return token_ids, torch.zeros_like(token_ids), torch.zeros_like(token_ids)
 
-    def _draw_among(self, width: int, places: list[int]) -> tuple[torch.Tensor, ...]:
-        params = [self._params[self._drawn[place]] for place in places]
-        return _draw_truncated(rows_of(self._weights, places), params, self._numbers(places), width)
+    def _draw_among(self, width: int, rows: list[int]) -> tuple[torch.Tensor, ...]:
+        params = [self._params[row] for row in rows]
+        return _draw_truncated(self._weights_of(rows), params, self._numbers(rows), width)
 
     def _widened(self, row: int) -> tuple[int, int]:
         """The token of a row whose truncation keeps more than were looked at, and how many it keeps."""
-        width, place = self._width(row), self._drawn.index(row)
+        width = self._width(row)
         while True:
             width = min(width * _WIDER, self._logits.shape[-1])
-            token_id, num_kept, is_open = torch.cat(self._draw_among(width, [place])).tolist()
+            token_id, num_kept, is_open = torch.cat(self._draw_among(width, [row])).tolist()
             if not is_open:
                 return token_id, num_kept
 
