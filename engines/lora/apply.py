@@ -18,14 +18,10 @@ from engines.lora.experts import Experts
 from engines.lora.pairs import LoraPair
 from engines.lora.targets import TargetKind
 from engines.lora.weights import AdapterWeights
-from engines.parallel.shards import Shards
+from engines.parallel.shards import Shards, SumUp
 
 Pairs = dict[int, LoraPair]
 """Those of one module by adapter slot, in the model's dtype and on its device."""
-
-
-SumUp = Callable[[torch.Tensor], object]
-"""Adds a tensor up over all processes that have a part of it, in place."""
 
 
 def add_pairs(

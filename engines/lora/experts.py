@@ -1,6 +1,5 @@
 """The experts of a mixture, expert after expert: for adapters that change them, and for the exact mode."""
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -10,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from engines.lora.context import AdapterContext
 from engines.lora.pairs import LoraPair
+from engines.parallel.shards import SumUp
 
 
 class Experts(nn.Module):
@@ -25,7 +25,7 @@ class Experts(nn.Module):
         base: nn.Module,
         context: AdapterContext,
         row_multiple: int,
-        sum_up: Callable[[torch.Tensor], object] | None,
+        sum_up: SumUp | None,
     ) -> None:
         super().__init__()
         self.base: Any = base
@@ -44,7 +44,7 @@ class Experts(nn.Module):
         context: AdapterContext,
         *,
         row_multiple: int = 1,
-        sum_up: Callable[[torch.Tensor], object] | None = None,
+        sum_up: SumUp | None = None,
     ) -> Self:
         """Wraps the module at this path of the model, unless it is wrapped already."""
         base = model.get_submodule(path)

@@ -18,6 +18,9 @@ _SPLIT = frozenset({_COLUMNS, _ROWS, _PACKED, _EXPERTS})
 _WHOLE = frozenset({"colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"})
 """Styles whose input and output are whole on every process."""
 
+SumUp = Callable[[torch.Tensor], object]
+"""Adds a tensor up over all processes that have a part of it, in place."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shards:
@@ -70,7 +73,7 @@ class Shards:
             return LoraPair(pair.A[..., self._part(pair.A.shape[-1])].clone(), pair.B, pair.scale)
         return pair
 
-    def sums_up(self, path: str) -> Callable[[torch.Tensor], object] | None:
+    def sums_up(self, path: str) -> SumUp | None:
         """What adds up over all processes what a part of x gives: A x of a linear layer, the outputs of experts. None
         where x is whole.
         """
