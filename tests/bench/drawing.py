@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from engines.model_runner import NO_SINK
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.sampler import sample
 from engines.sequence import Sequence
@@ -51,10 +52,6 @@ def theirs(logits: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: f
     return torch.multinomial(probabilities, 1)[:, 0].tolist()  # type: ignore[no-any-return]
 
 
-class _NoSink:
-    def deliver(self, outputs: Any) -> None: ...
-
-
 def seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
@@ -75,7 +72,7 @@ def main() -> None:
             sequences = [
                 Sequence.of(
                     GenerateRequest(str(row), (1,), SamplingParams(**{"max_tokens": 9, "seed": row, **sampling})),
-                    _NoSink(),
+                    NO_SINK,
                 )
                 for row in range(options.rows)
             ]

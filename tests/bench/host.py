@@ -22,11 +22,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from no_adapters import NoAdapters
 
-from engines.batch import Carried, StepBatch
+from engines.batch import Carried, StepBatch, build_batch
 from engines.block_pool import BlockPool
 from engines.gpu.attention import PagedLayout
 from engines.gpu.graphs import DecodeGraphs
 from engines.loop import EngineLoop
+from engines.model_runner import NO_SINK
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.scheduler import Chunk, Scheduler
 from engines.sequence import Sequence as Generation
@@ -47,9 +48,8 @@ class Device:
 
     repeatable = True
 
-    def __init__(self, max_rows: int, *, overlap: bool) -> None:
+    def __init__(self, max_rows: int) -> None:
         self._logits = torch.randn(max_rows, VOCAB)
-        self._overlap = overlap
         self._graphs = DecodeGraphs(
             self._forward,
             _recorded,
@@ -63,13 +63,11 @@ class Device:
         return self._logits[: len(layout.lengths)]
 
     def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> Any:
-        return self._graphs.run(chunks, carried) if self._overlap else None
+        return self._graphs.run(chunks, carried)
 
     def forward(self, chunks: Sequence[Chunk]) -> Any:
-        if all(chunk.length == 1 for chunk in chunks):
-            return self._graphs.run(chunks)
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return StepBatch(tuple(chunks), nothing, nothing, nothing, None, nothing, None), self._logits[: len(chunks)]
+        """Of the prompts."""
+        return build_batch(chunks, BLOCK, torch.device("cpu")), self._logits[: len(chunks)]
 
     def check_health(self) -> None:
         raise AssertionError("nothing fails here")
@@ -80,18 +78,14 @@ def _recorded(compute: Callable[[], object]) -> Callable[[], object]:
     return lambda: None
 
 
-class _NoSink:
-    def deliver(self, outputs: Sequence[Any]) -> None: ...
-
-
-def loop_with(rows: int, sampling: dict[str, Any], *, overlap: bool) -> EngineLoop:
+def loop_with(rows: int, sampling: dict[str, Any]) -> EngineLoop:
     pool = BlockPool(1 + rows * (PROMPT + OUTPUT + BLOCK) // BLOCK + rows, BLOCK)
     budgets = {"max_running": rows, "max_step_tokens": rows * PROMPT, "max_step_tokens_decoding": 256}
     scheduler = Scheduler(pool, NoAdapters(), **budgets, prefix_cache=True)
-    loop = EngineLoop(Device(rows, overlap=overlap), scheduler, NoAdapters(), lambda events: None, print)
+    loop = EngineLoop(Device(rows), scheduler, NoAdapters(), lambda events: None, print)
     for index in range(rows):
         params = SamplingParams(**{"max_tokens": OUTPUT, "seed": index, **sampling})
-        loop.add(Generation.of(GenerateRequest(str(index), (index,) * PROMPT, params), _NoSink()))
+        loop.add(Generation.of(GenerateRequest(str(index), (index,) * PROMPT, params), NO_SINK))
     for _ in range(20):
         loop.step()
     return loop
@@ -118,7 +112,7 @@ def beside_a_busy_thread(switch_interval_s: float) -> float:
         while not ended.is_set():
             pass
 
-    loop, thread = loop_with(32, SAMPLING["greedy"], overlap=True), Thread(target=spin)
+    loop, thread = loop_with(32, SAMPLING["greedy"]), Thread(target=spin)
     sys.setswitchinterval(switch_interval_s)
     thread.start()
     try:
@@ -137,7 +131,7 @@ def main() -> None:
     print("|---|--:|--:|--:|--:|--:|")
     with torch.inference_mode():
         for name, sampling in SAMPLING.items():
-            found = [microseconds(loop_with(rows, sampling, overlap=True), steps) for rows in (1, 8, 32, 64, 256)]
+            found = [microseconds(loop_with(rows, sampling), steps) for rows in (1, 8, 32, 64, 256)]
             print(f"| {name} | " + " | ".join(f"{value:.0f}" for value in found) + " |")
         print()
         for interval_s in (sys.getswitchinterval(), SWITCH_INTERVAL_S):
