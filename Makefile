@@ -111,7 +111,7 @@ test-slow: setup-dev demo ## the slow tests
 	@$(VENV)/bin/python -m pytest -m 'slow and not gpu'
 
 test-gpu: setup-dev demo ## the tests of the CUDA path, on a CUDA device
-	@$(VENV)/bin/python -m pytest -m 'gpu or slow or not slow' tests/test_gpu_*.py
+	@$(VENV)/bin/python -m pytest -m 'gpu or slow or not slow' tests/engines/gpu
 
 test-clients: setup-dev demo $(CLIENTS_INSTALLED) $(NODE_INSTALLED) ## other people's clients against the demo service
 	@CLIENTS_VENV=$(CLIENTS_VENV) $(VENV)/bin/python -m pytest --capture=no -m clients tests/clients

@@ -12,14 +12,14 @@ from typing import Protocol
 
 import torch
 
-from engines.batch import Carried, StepBatch
 from engines.errors import AdapterError, EngineError, EngineStopped, NonFiniteLogits
-from engines.outcome import Outcome, Outcomes, rows_of_chunks
-from engines.pace import PrefillPace
+from engines.planning.prefill_pace import PrefillPace
+from engines.planning.scheduler import Chunk, Scheduler, StepPlan
+from engines.planning.sequence import Sequence
 from engines.protocol import Adapter, FinishReason, TokenDelta, TokenLogprob
-from engines.sampler import Sampled
-from engines.scheduler import Chunk, Scheduler, StepPlan
-from engines.sequence import Sequence
+from engines.sampling.sampler import Sampled
+from engines.sampling.step_results import Outcome, Outcomes, rows_of_chunks
+from engines.tensors.batch import Carried, StepBatch
 
 logger = logging.getLogger(__name__)
 

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from engines.assembly import AssembledModel, assemble_model
-from engines.block_pool import BlockPool
+from engines.compute.assembly import AssembledModel, assemble_model
 from engines.config import EngineConfig
 from engines.delivery import deliver
 from engines.errors import EngineError, EngineStopped, QueueFull, RequestRefused
 from engines.loop import Emit, EngineLoop, Event, Runner
 from engines.lora.cache import AdapterCache, HostAdapter
-from engines.lora.targets import LoraTargets
-from engines.lora.weights import read_adapter
-from engines.pace import PrefillPace
+from engines.lora.format.targets import LoraTargets
+from engines.lora.format.weights import read_adapter
 from engines.parallel.group import TensorGroup
 from engines.parallel.leader import LeadingModules, LeadingRunner
+from engines.planning.block_pool import BlockPool
+from engines.planning.prefill_pace import PrefillPace
+from engines.planning.scheduler import Scheduler
+from engines.planning.sequence import Sequence
 from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink
-from engines.scheduler import Scheduler
-from engines.sequence import Sequence
 from engines.switching import switch_soon
 
 logger = logging.getLogger(__name__)

@@ -3,16 +3,16 @@
 from importlib import import_module
 from typing import overload
 
-from renderers import qwen3
 from renderers.base import Renderer
-from renderers.jinja import ChatTemplate
+from renderers.families import qwen3
 from renderers.markers import Tokenizer
+from renderers.templates.chat_template import ChatTemplate
 
 RENDERERS = {
-    "generic": "renderers.generic:GenericRenderer",
-    "qwen3": "renderers.qwen3:Qwen3Renderer",
-    "qwen3_text": "renderers.qwen3:Qwen3TextRenderer",
-    "role_colon": "renderers.role_colon:RoleColonRenderer",
+    "generic": "renderers.families.generic:GenericRenderer",
+    "qwen3": "renderers.families.qwen3:Qwen3Renderer",
+    "qwen3_text": "renderers.families.qwen3:Qwen3TextRenderer",
+    "role_colon": "renderers.families.role_colon:RoleColonRenderer",
 }
 
 _RECOGNISERS = {"qwen3": qwen3.recognises}

@@ -2,6 +2,6 @@
 
 import sys
 
-from serve_app.cli import main
+from serve_app.cli.commands import main
 
 sys.exit(main())

@@ -13,12 +13,12 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
-from serve_app.api_config import parse_api_args
+from serve_app.config.api import parse_api_args
+from serve_app.config.model import ModelArgs, parse_model_args
 from serve_app.errors import ConfigRefused
 from serve_app.ingress import Ingress
-from serve_app.model_config import ModelArgs, parse_model_args
-from serve_app.ray_replicas import ENGINE_DEPLOYMENT
 from serve_app.replica import Replica
+from serve_app.replicas.over_ray import ENGINE_DEPLOYMENT
 
 _DRAIN_CHECK_INTERVAL_S = 0.2
 _HEALTH_CHECK_PERIOD_S = 2.0
@@ -64,7 +64,7 @@ def model(args: dict[str, object]) -> Application:
         max_ongoing_requests=_QUEUED_PER_CAPACITY * parsed.capacity,
         max_queued_requests=_QUEUED_PER_CAPACITY * parsed.capacity,
         request_router_config={
-            "request_router_class": "serve_app.router.AffinityRouter",
+            "request_router_class": "serve_app.replicas.router.AffinityRouter",
             "request_router_kwargs": {
                 "capacity": parsed.capacity,
                 "load_factor": parsed.load_factor,

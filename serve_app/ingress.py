@@ -5,18 +5,18 @@ import logging
 import ray
 from starlette.applications import Starlette
 
-from serve_app.api_config import ApiArgs
-from serve_app.channel import Listener
 from serve_app.checkpoints import CheckpointStore
-from serve_app.config import CheckpointsConfig
-from serve_app.http_app import build_http_app
+from serve_app.config.api import ApiArgs
+from serve_app.config.paths import resolve_path
+from serve_app.config.service import CheckpointsConfig
+from serve_app.http.app import build_http_app
+from serve_app.http.service import Service
 from serve_app.logs import join_serve_logs
 from serve_app.metrics import IngressMetrics
-from serve_app.model_watch import ModelWatch
-from serve_app.paths import resolve_path
-from serve_app.ray_replicas import RayReplicas, read_statuses
-from serve_app.roster import ROSTER
-from serve_app.service import Service
+from serve_app.replicas.channel.listener import Listener
+from serve_app.replicas.over_ray import RayReplicas, read_statuses
+from serve_app.replicas.readiness import ModelWatch
+from serve_app.replicas.roster import ROSTER
 
 logger = logging.getLogger(__name__)
 

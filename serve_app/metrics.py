@@ -13,8 +13,8 @@ from ray.serve import metrics
 from engines.protocol import EngineStats
 
 if TYPE_CHECKING:  # replicas count too, and have no use for the catalogue and renderers behind a record
+    from serve_app.api.record import RequestRecord
     from serve_app.checkpoints import StoreCounters
-    from serve_app.usage import RequestRecord
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0]
 _SHOWN_ADAPTERS = 20

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from engines.fake import FakeEngine
 from engines.protocol import Engine, EngineStats, GenerateRequest, TokenDelta
-from serve_app.channel import Endpoint
-from serve_app.local_replicas import LocalReplicas
+from serve_app.config.model import HealthLimits, ModelArgs
+from serve_app.explain import explain
 from serve_app.logs import join_serve_logs
 from serve_app.metrics import EngineMetrics
-from serve_app.model_config import HealthLimits, ModelArgs
-from serve_app.sentence import explain
-from serve_app.uplink import Links, run_request
+from serve_app.replicas.channel.link import Links, run_request
+from serve_app.replicas.channel.listener import Endpoint
+from serve_app.replicas.in_process import LocalReplicas
 
 logger = logging.getLogger(__name__)
 

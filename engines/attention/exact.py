@@ -9,9 +9,9 @@ import torch
 
 from engines.attention.interface import Attention
 from engines.attention.sdpa import attend_span
-from engines.batch import StepBatch
-from engines.kv_cache import KVCache
-from engines.scheduler import Chunk
+from engines.planning.scheduler import Chunk
+from engines.tensors.batch import StepBatch
+from engines.tensors.kv_cache import KVCache
 
 _TILE = 16
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engines.batch import StepBatch
 from engines.errors import ModelRefused
-from engines.kv_cache import LayerShape
+from engines.tensors.batch import StepBatch
+from engines.tensors.kv_cache import LayerShape
 
 NAME = "roundhouse_paged"
 

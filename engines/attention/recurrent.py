@@ -20,8 +20,8 @@ from torch import nn
 
 from engines.attention.interface import Paged
 from engines.errors import ModelRefused
-from engines.scheduler import Chunk
-from engines.sequence import Sequence
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence
 
 LAYER_TYPES = frozenset({"linear_attention", "conv"})
 """What configurations call these layers."""

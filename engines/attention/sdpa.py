@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from engines.attention.interface import Attention
-from engines.batch import StepBatch, block_tables
-from engines.kv_cache import KVCache
-from engines.scheduler import Chunk
+from engines.planning.scheduler import Chunk
+from engines.tensors.batch import StepBatch, block_tables
+from engines.tensors.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from engines import self_test
+from engines.compute import self_test
+from engines.compute.runner import ModelRunner
 from engines.config import EngineConfig
 from engines.cores import available_cores
 from engines.errors import ModelRefused
-from engines.kv_cache import blocks_for, free_memory
-from engines.model_loader import LoadedModel, load_model
-from engines.model_runner import ModelRunner
-from engines.parallel.shards import Shards
+from engines.lora.shards import Shards
+from engines.model.loader import LoadedModel, load_model
+from engines.tensors.kv_cache import blocks_for, free_memory
 
 logger = logging.getLogger(__name__)
 

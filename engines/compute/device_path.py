@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from engines.attention.interface import AttentionBackend
-from engines.batch import Carried, StepBatch
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout, TritonBackend, is_interpreted
@@ -16,8 +15,9 @@ from engines.gpu.flashinfer import FlashInferBackend, wrappers_of
 from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
 from engines.gpu.lora import RowAdapters, tiles_of
 from engines.gpu.varlen import Flash, VarlenBackend
-from engines.kv_cache import KVCache
-from engines.scheduler import Chunk
+from engines.planning.scheduler import Chunk
+from engines.tensors.batch import Carried, StepBatch
+from engines.tensors.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from engines.attention.interface import Attention
-from engines.batch import PROBE_TOKENS, StepBatch
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
-from engines.exact import RowTiles
-from engines.model_loader import LoadedModel
+from engines.model.loader import LoadedModel
+from engines.model.row_tiles import RowTiles
 from engines.native.build import BuildFailed, library_path
 from engines.native.decoder import NativeDecoder
 from engines.native.library import Library
 from engines.native.structure import Unsupported, read_structure
+from engines.tensors.batch import PROBE_TOKENS, StepBatch
 
 logger = logging.getLogger(__name__)
 

@@ -13,28 +13,28 @@ from engines.attention.exact import ExactBackend
 from engines.attention.interface import NAME, Attention, AttentionBackend, Paged, ShapeProbe, register
 from engines.attention.recurrent import split_by_sequence, state_bytes
 from engines.attention.sdpa import SdpaBackend
-from engines.batch import PROBE_TOKENS, Carried, StepBatch, build_batch
-from engines.block_pool import TRASH_BLOCK
+from engines.compute.native_path import NativeModel, install_kernels
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
-from engines.exact import TILE_ROWS, RowTiles
-from engines.kv_cache import KVCache, LayerShape
 from engines.lora.adaptable import adaptable_targets
 from engines.lora.apply import AdapterModules
 from engines.lora.context import AdapterContext
 from engines.lora.experts import Experts
-from engines.lora.targets import LoraTargets
-from engines.model_loader import LoadedModel
+from engines.lora.format.targets import LoraTargets
+from engines.lora.shards import Shards
+from engines.model.loader import LoadedModel
+from engines.model.packed_linear import pack_linears
+from engines.model.row_tiles import TILE_ROWS, RowTiles
 from engines.native.adapters import NativeAdapters
-from engines.native.install import NativeModel, install_kernels
-from engines.packed_linear import pack_linears
-from engines.parallel.shards import Shards
+from engines.planning.block_pool import TRASH_BLOCK
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence
 from engines.protocol import GenerateRequest, SamplingParams
-from engines.scheduler import Chunk
-from engines.sequence import Sequence
+from engines.tensors.batch import PROBE_TOKENS, Carried, StepBatch, build_batch
+from engines.tensors.kv_cache import KVCache, LayerShape
 
 if TYPE_CHECKING:
-    from engines.gpu.path import GpuPath
+    from engines.compute.device_path import GpuPath
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class ModelRunner:
         if not is_demanded and loaded.device.type != "cuda":
             return None
         try:
-            from engines.gpu.path import GpuPath  # Triton comes with torch for CUDA and with no other
+            from engines.compute.device_path import GpuPath  # Triton comes with torch for CUDA and with no other
         except ImportError as exc:
             if is_demanded:
                 raise ModelRefused(f"attention = {config.attention!r} is not possible here: {exc}") from exc

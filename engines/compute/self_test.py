@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from engines.compute.runner import NO_SINK, ModelRunner
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
-from engines.model_loader import LoadedModel
-from engines.model_runner import NO_SINK, ModelRunner
+from engines.model.loader import LoadedModel
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence
 from engines.protocol import GenerateRequest, SamplingParams
-from engines.scheduler import Chunk
-from engines.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

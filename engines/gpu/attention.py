@@ -9,11 +9,11 @@ import torch
 from triton import knobs, next_power_of_2
 
 from engines.attention.interface import Attention
-from engines.batch import StepBatch, block_tables
 from engines.gpu.kernels import attend_kernel, merge_kernel
-from engines.kv_cache import KVCache
-from engines.scheduler import Chunk
-from engines.transfer import sent
+from engines.planning.scheduler import Chunk
+from engines.tensors.batch import StepBatch, block_tables
+from engines.tensors.kv_cache import KVCache
+from engines.tensors.transfer import sent
 
 _MAX_SPLITS = 16
 _KEYS_PER_SPLIT = 64
@@ -184,7 +184,7 @@ class _Tiles(NamedTuple):
     """What one program multiplies at a time: `rows`, its query tokens times the heads that share K and V, with `keys`.
 
     Chosen so that everything fits the registers and the shared memory of any device since compute capability 8.0,
-    which `tests/test_triton_compile.py` checks. 16 rows is the least.
+    which `tests/engines/gpu/test_triton_compile.py` checks. 16 rows is the least.
     """
 
     rows: int

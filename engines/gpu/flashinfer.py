@@ -13,7 +13,7 @@ from engines.attention.interface import Attention
 from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout
 from engines.gpu.prefill import HALVES, PrefillBackend, spread, window_left
-from engines.kv_cache import KVCache
+from engines.tensors.kv_cache import KVCache
 
 _HEAD_SIZES = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20

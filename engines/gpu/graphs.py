@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from engines.batch import Carried, StepBatch
-from engines.block_pool import TRASH_BLOCK
 from engines.gpu.attention import PagedLayout
-from engines.scheduler import Chunk
-from engines.sequence import NO_SLOT
+from engines.planning.block_pool import TRASH_BLOCK
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import NO_SLOT
+from engines.tensors.batch import Carried, StepBatch
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from torch import nn
 from engines.gpu.kernels import expand_kernel, expand_tiles_kernel, shrink_kernel, shrink_tiles_kernel
 from engines.lora.apply import AdapterModules
 from engines.lora.context import AdapterContext
-from engines.lora.pairs import LoraPair
-from engines.lora.targets import TargetKind
-from engines.lora.weights import AdapterWeights
-from engines.scheduler import Chunk
-from engines.sequence import NO_SLOT
-from engines.transfer import sent
+from engines.lora.format.pairs import LoraPair
+from engines.lora.format.targets import TargetKind
+from engines.lora.format.weights import AdapterWeights
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import NO_SLOT
+from engines.tensors.transfer import sent
 
 _BLOCK_R = 16
 TILE_ROWS = 32

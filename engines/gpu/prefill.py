@@ -7,7 +7,7 @@ import torch
 
 from engines.attention.interface import Attention
 from engines.gpu.attention import PagedLayout, TritonBackend
-from engines.transfer import sent
+from engines.tensors.transfer import sent
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -14,8 +14,8 @@ from engines.attention.interface import Attention
 from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout
 from engines.gpu.prefill import HALVES, PrefillBackend, spread, window_left
-from engines.kv_cache import KVCache
-from engines.transfer import sent
+from engines.tensors.kv_cache import KVCache
+from engines.tensors.transfer import sent
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engines.lora.targets import LoraTargets, TargetKind
-from engines.parallel.shards import Shards
+from engines.lora.format.targets import LoraTargets, TargetKind
+from engines.lora.shards import Shards
 
 
 def adaptable_targets(

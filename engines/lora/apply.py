@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from engines.errors import AdapterRefused
 from engines.lora.context import AdapterContext, AdapterRows
 from engines.lora.experts import Experts
-from engines.lora.pairs import LoraPair
-from engines.lora.targets import TargetKind
-from engines.lora.weights import AdapterWeights
-from engines.parallel.shards import Shards, SumUp
+from engines.lora.format.pairs import LoraPair
+from engines.lora.format.targets import TargetKind
+from engines.lora.format.weights import AdapterWeights
+from engines.lora.shards import Shards, SumUp
 
 Pairs = dict[int, LoraPair]
 """Those of one module by adapter slot, in the model's dtype and on its device."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.batch import StepBatch
-from engines.sequence import NO_SLOT
+from engines.planning.sequence import NO_SLOT
+from engines.tensors.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from engines.lora.context import AdapterContext
-from engines.lora.pairs import LoraPair
-from engines.parallel.shards import SumUp
+from engines.lora.format.pairs import LoraPair
+from engines.lora.shards import SumUp
 
 
 class Experts(nn.Module):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from engines.errors import AdapterRefused, ModelRefused
-from engines.lora.pairs import LoraPair
+from engines.lora.format.pairs import LoraPair
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _PACKED, _EXPERTS = "packed_colwise", "moe_tp_experts"

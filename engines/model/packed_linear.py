@@ -3,14 +3,14 @@
 import torch
 from torch import nn
 
-from engines.exact import in_tiles
+from engines.model.row_tiles import in_tiles
 
 _HINT_ROWS = 32
 """The number of rows that the layout is chosen for; others work too."""
 
 
 class PackedLinear(nn.Module):
-    """`tiled`: as in `engines.exact`, a row's bits do not depend on the others."""
+    """`tiled`: as in `engines.model.row_tiles`, a row's bits do not depend on the others."""
 
     def __init__(self, linear: nn.Linear, *, tiled: bool) -> None:
         super().__init__()

@@ -7,8 +7,8 @@ import torch
 
 from engines.errors import AdapterRefused
 from engines.lora.apply import AdapterModules
-from engines.lora.pairs import LoraPair
-from engines.lora.weights import AdapterWeights
+from engines.lora.format.pairs import LoraPair
+from engines.lora.format.weights import AdapterWeights
 from engines.native.decoder import NativeDecoder, PackedPair
 from engines.native.structure import MODULES
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from engines.batch import StepBatch
 from engines.errors import EngineError
 from engines.native.library import Library, Settings, Step, pointer
 from engines.native.structure import DecoderParts, LayerParts
+from engines.tensors.batch import StepBatch
 
 ROWS_PER_ITEM = 16
 _ROW_PADDING = 32

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engines.attention.interface import Attention
-from engines.model_loader import LoadedModel
+from engines.model.loader import LoadedModel
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Decoder layers that are: norm, attention, add, norm, gated SiLU, add. The self-test checks the claim."""

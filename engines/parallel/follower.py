@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
-from engines.assembly import AssembledModel, assemble_model
+from engines.compute.assembly import AssembledModel, assemble_model
 from engines.config import EngineConfig
 from engines.lora.apply import AdapterModules
 from engines.parallel.group import join

@@ -23,7 +23,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engines.config import EngineConfig
 from engines.errors import EngineError
-from engines.model_loader import pick_device
+from engines.model.loader import pick_device
 from engines.parallel.messages import Message, Stop
 
 logger = logging.getLogger(__name__)

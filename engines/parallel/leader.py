@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.batch import Carried, StepBatch
+from engines.compute.runner import ModelRunner
 from engines.errors import EngineError
 from engines.lora.apply import AdapterModules
-from engines.lora.weights import AdapterWeights
-from engines.model_runner import ModelRunner
+from engines.lora.format.weights import AdapterWeights
 from engines.parallel.group import TensorGroup
 from engines.parallel.messages import CheckHealth, ChunkMessage, Forward, Install, Remove
-from engines.scheduler import Chunk
+from engines.planning.scheduler import Chunk
+from engines.tensors.batch import Carried, StepBatch
 
 
 class LeadingRunner:

@@ -4,9 +4,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence
 from engines.protocol import GenerateRequest, SamplingParams
-from engines.scheduler import Chunk
-from engines.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from engines.sequence import Sequence
+from engines.planning.sequence import Sequence
 
 IDLE_SHARES_LIMIT = 1024
 """How many counters of those without requests are kept; beyond it the clock is moved on, which levels the lower ones

@@ -12,10 +12,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engines.block_pool import BlockPool
-from engines.fair_queue import FairQueue
+from engines.planning.block_pool import BlockPool
+from engines.planning.fair_queue import FairQueue
+from engines.planning.sequence import NO_SLOT, Sequence
 from engines.protocol import Adapter
-from engines.sequence import NO_SLOT, Sequence
 
 BYPASS_LIMIT = 64
 """How many requests may be admitted past one that waits for an adapter slot; then everybody waits until it has one."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.block_pool import prefix_hash, salt_hash
+from engines.planning.block_pool import prefix_hash, salt_hash
 from engines.protocol import GenerateRequest, OutputSink, TokenLogprob
 
 NO_SLOT = -1

@@ -16,9 +16,9 @@ from struct import pack
 import torch
 import torch.nn.functional as F
 
+from engines.planning.sequence import Sequence
 from engines.protocol import SamplingParams, TokenLogprob
-from engines.sequence import Sequence
-from engines.transfer import Arriving, rows_of, sent, with_rows
+from engines.tensors.transfer import Arriving, rows_of, sent, with_rows
 
 CANDIDATES = 128
 """How many of the most likely tokens truncation looks at first, unless the request's last draw kept more."""

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.batch import Carried, StepBatch, wanted_rows
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence
 from engines.protocol import TokenLogprob
-from engines.sampler import Draws, Sampled, prompt_logprobs
-from engines.scheduler import Chunk
-from engines.sequence import Sequence
-from engines.transfer import rows_of
+from engines.sampling.sampler import Draws, Sampled, prompt_logprobs
+from engines.tensors.batch import Carried, StepBatch, wanted_rows
+from engines.tensors.transfer import rows_of
 
 Rows = SequenceOf[tuple[Chunk, int, int]]
 """Chunks with their first and last row among the logits; last < first where a chunk has none."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.block_pool import TRASH_BLOCK
-from engines.scheduler import Chunk
-from engines.sequence import NO_SLOT
-from engines.transfer import sent
+from engines.planning.block_pool import TRASH_BLOCK
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import NO_SLOT
+from engines.tensors.transfer import sent
 
 PROBE_TOKENS = 3
 """Rows of a batch by which a model is tried."""

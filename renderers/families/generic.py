@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from renderers.base import RenderedPrompt, RenderError, ReplyEnd, TemplateRefused
 from renderers.deltas import Delta, Piece, TextDelta
-from renderers.jinja import ChatTemplate
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation, Effort, Tool
+from renderers.templates.chat_template import ChatTemplate
 
 
 class GenericRenderer:

@@ -7,11 +7,11 @@ one that opens the block always reasons; any other never does.
 from collections.abc import Sequence
 
 from renderers.base import RenderedPrompt, RenderError, TemplateRefused
-from renderers.generic import refuse_effort
-from renderers.jinja import PROBE_CALL, PROBE_USER, ChatTemplate
+from renderers.families.generic import refuse_effort
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation, Effort, Tool
-from renderers.tags import Start, Tag, TagGrammar, TagParser
+from renderers.replies.tags import Start, Tag, TagGrammar, TagParser
+from renderers.templates.chat_template import PROBE_CALL, PROBE_USER, ChatTemplate
 from renderers.tools import parse_name_and_arguments
 
 _THINK = {"<think>": Tag.THINK_OPEN, "</think>": Tag.THINK_CLOSE}

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from renderers.base import RenderedPrompt, RenderError
-from renderers.encoder import PromptEncoder
-from renderers.generic import PlainParser, refuse_effort
-from renderers.jinja import ChatTemplate
+from renderers.families.generic import PlainParser, refuse_effort
 from renderers.markers import Tokenizer, added_tokens
 from renderers.messages import Conversation, Effort, Message, Role, TextPart, Tool
-from renderers.provenance import Text
+from renderers.templates.chat_template import ChatTemplate
+from renderers.templates.encoder import PromptEncoder
+from renderers.templates.provenance import Text
 
 _NAMES = {Role.SYSTEM: "System", Role.USER: "User", Role.ASSISTANT: "Assistant"}
 

@@ -13,13 +13,13 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from renderers.base import PromptTooLong, RenderError, TemplateRefused
-from renderers.bounds import TooMuch
-from renderers.encoder import PromptEncoder
 from renderers.markers import Tokenizer, added_tokens
 from renderers.messages import Conversation, ImagePart, Message, Part, Role, TextPart, Tool, ToolCall
-from renderers.prompt_length import tokens_beyond
-from renderers.provenance import Text
-from renderers.sandbox import BoundedTemplate, TemplateRefusal
+from renderers.templates.bounds import TooMuch
+from renderers.templates.encoder import PromptEncoder
+from renderers.templates.prompt_length import tokens_beyond
+from renderers.templates.provenance import Text
+from renderers.templates.sandbox import BoundedTemplate, TemplateRefusal
 from renderers.tools import NotAnObject, parse_object
 
 MAX_TEMPLATE_LEN = 65_536

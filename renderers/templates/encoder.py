@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from renderers.base import RenderError
 from renderers.markers import AddedTokens
-from renderers.provenance import Text
+from renderers.templates.provenance import Text
 
 _BREAKER_ID = -1
 _UNKNOWN = "\U0010fffd"

@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import Environment, pass_environment
 from jinja2.filters import FILTERS, make_attrgetter
 
-from renderers.bounds import Budget, TooMuch
-from renderers.provenance import Text, escape_html, safe
+from renderers.templates.bounds import Budget, TooMuch
+from renderers.templates.provenance import Text, escape_html, safe
 
 _FROM_JINJA = """
 abs attr capitalize count d default dictsort first float format groupby indent int items last length list lower

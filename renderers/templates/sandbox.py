@@ -26,9 +26,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 
-from renderers import filters
-from renderers.bounds import Budget, TooMuch
-from renderers.provenance import Text, mask_of
+from renderers.templates import filters
+from renderers.templates.bounds import Budget, TooMuch
+from renderers.templates.provenance import Text, mask_of
 
 _BUDGET: ContextVar[Budget] = ContextVar("the budget of the rendering")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
 
-from serve_app.config import KeyConfig, KeyLimits, LimitsConfig, is_expired, key_digest
+from serve_app.config.service import KeyConfig, KeyLimits, LimitsConfig, is_expired, key_digest
 from serve_app.errors import ConfigRefused, NotAuthenticated
 
 _KEY_PREFIX = "rh-"

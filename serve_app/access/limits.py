@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from serve_app.auth import Caller
+from serve_app.access.auth import Caller
 from serve_app.errors import LimitReached
 
 Clock = Callable[[], float]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from engines.protocol import GenerateRequest, TokenDelta
-from serve_app.catalog import Catalog, Target
-from serve_app.chunks import Chunks, ReplyHead
-from serve_app.config import LimitsConfig
-from serve_app.generation import Generation, Replicas
-from serve_app.response import Part, Reply, Scored, fold
-from serve_app.tool_check import ToolCheck
-from serve_app.validate import ReplyOptions
+from serve_app.api.chunks import Chunks, ReplyHead
+from serve_app.api.reply import Part, Reply, Scored, fold
+from serve_app.api.tool_check import ToolCheck
+from serve_app.api.validate import ReplyOptions
+from serve_app.catalog.catalog import Catalog, Target
+from serve_app.config.service import LimitsConfig
+from serve_app.replicas.generation import Generation, Replicas
 from serve_app.workers import Workers
 
 _AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from serve_app.config import LimitsConfig
+from serve_app.config.service import LimitsConfig
 from serve_app.errors import InvalidRequest
 
 

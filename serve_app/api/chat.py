@@ -4,34 +4,33 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from renderers.base import RenderedPrompt
-from serve_app.answer import Answer, Edge, affinity_of, new_head
-from serve_app.body import JsonObject
-from serve_app.catalog import Target
-from serve_app.chunks import ChatChunks
-from serve_app.exchange import Exchange
-from serve_app.generation import opened
-from serve_app.length import check_conversation_length
-from serve_app.own_templates import RENDER_US
-from serve_app.response import Reply, TextReader
-from serve_app.schema.chat import ChatBody
-from serve_app.schema.sampling import parse_body
-from serve_app.sizes import check_sizes
-from serve_app.tool_check import ToolCheck
-from serve_app.validate import ChatRequest, generate_request, validate_chat
+from serve_app.api.answer import Answer, Edge, affinity_of, new_head
+from serve_app.api.body_limits import check_sizes
+from serve_app.api.chunks import ChatChunks
+from serve_app.api.prompt_limits import check_conversation_length
+from serve_app.api.reply import Reply, TextReader
+from serve_app.api.schema.chat import ChatBody
+from serve_app.api.schema.sampling import parse_body
+from serve_app.api.ticket import JsonObject, Ticket
+from serve_app.api.tool_check import ToolCheck
+from serve_app.api.validate import ChatRequest, generate_request, validate_chat
+from serve_app.catalog.catalog import Target
+from serve_app.catalog.checkpoint_templates import RENDER_US
+from serve_app.replicas.generation import opened
 
 
 @asynccontextmanager
-async def open_chat(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIterator[Answer]:
+async def open_chat(edge: Edge, ticket: Ticket, raw: JsonObject) -> AsyncIterator[Answer]:
     """Raises a `RequestError`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before it yields."""
     check_sizes(raw, edge.limits, edge.catalog.longest_context)
-    body = await edge.workers.run(exchange.body_bytes / 20, parse_body, ChatBody, raw)
-    exchange.ignored_fields = body.ignored_fields(raw)
-    target = await edge.catalog.resolve(body.model, exchange.caller)
-    request = await edge.workers.run(exchange.body_bytes / 20, validate_chat, body, target, edge.limits)
-    exchange.record.about(target, streamed=request.options.stream)
-    prompt = await edge.workers.run(_render_us(request, target, exchange.body_bytes), _render, request, target)
+    body = await edge.workers.run(ticket.body_bytes / 20, parse_body, ChatBody, raw)
+    ticket.ignored_fields = body.ignored_fields(raw)
+    target = await edge.catalog.resolve(body.model, ticket.caller)
+    request = await edge.workers.run(ticket.body_bytes / 20, validate_chat, body, target, edge.limits)
+    ticket.record.about(target, streamed=request.options.stream)
+    prompt = await edge.workers.run(_render_us(request, target, ticket.body_bytes), _render, request, target)
     head = new_head("chatcmpl", target, request.options, prompt.token_ids)
-    generate = generate_request(request, prompt.token_ids, target, exchange.caller, request_id=head.id)
+    generate = generate_request(request, prompt.token_ids, target, ticket.caller, request_id=head.id)
     reply = Reply(
         TextReader(target.model.table.detokenizer(prompt.token_ids), _stop_strings(request)),
         request.renderer.parser(prompt, request.conversation.tools),
@@ -39,7 +38,7 @@ async def open_chat(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIte
         end_token_ids=target.end_token_ids,
         separate_reasoning=request.separate_reasoning,
     )
-    exchange.charge_prompt(len(prompt.token_ids))
+    ticket.charge_prompt(len(prompt.token_ids))
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
     async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
         chunks, check = ChatChunks(head, target.model.table), ToolCheck(request.tool_rules)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from renderers.detokenize import TokenTable
 from renderers.messages import ToolCall
-from serve_app.logprobs import chat_logprobs, encoded, quoted, text_logprobs
-from serve_app.response import Part, Scored, Usage, WholeReply
-from serve_app.schema.replies import ChatMessage, ToolCallReply, UsageReply
-from serve_app.validate import ReplyOptions
+from renderers.replies.detokenize import TokenTable
+from serve_app.api.logprobs import chat_logprobs, encoded, quoted, text_logprobs
+from serve_app.api.reply import Part, Scored, Usage, WholeReply
+from serve_app.api.schema.replies import ChatMessage, ToolCallReply, UsageReply
+from serve_app.api.validate import ReplyOptions
 
 _END = b"data: [DONE]\n\n"
 

@@ -3,35 +3,34 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from serve_app.answer import Answer, Edge, affinity_of, new_head
-from serve_app.body import JsonObject
-from serve_app.catalog import Target
-from serve_app.chunks import TextChunks
-from serve_app.exchange import Exchange
-from serve_app.generation import opened
-from serve_app.length import check_prompt_length
-from serve_app.prompt import PromptTokens, detokenize, tokenize, tokenize_for_echo
-from serve_app.response import PlainParser, Reply, TextReader
-from serve_app.schema.completion import CompletionBody
-from serve_app.schema.sampling import parse_body
-from serve_app.sizes import check_sizes
-from serve_app.tool_check import ToolCheck
-from serve_app.validate import CompletionRequest, ToolRules, generate_request, validate_completion
+from serve_app.api.answer import Answer, Edge, affinity_of, new_head
+from serve_app.api.body_limits import check_sizes
+from serve_app.api.chunks import TextChunks
+from serve_app.api.prompt import PromptTokens, detokenize, tokenize, tokenize_for_echo
+from serve_app.api.prompt_limits import check_prompt_length
+from serve_app.api.reply import PlainParser, Reply, TextReader
+from serve_app.api.schema.completion import CompletionBody
+from serve_app.api.schema.sampling import parse_body
+from serve_app.api.ticket import JsonObject, Ticket
+from serve_app.api.tool_check import ToolCheck
+from serve_app.api.validate import CompletionRequest, ToolRules, generate_request, validate_completion
+from serve_app.catalog.catalog import Target
+from serve_app.replicas.generation import opened
 from serve_app.workers import Workers
 
 
 @asynccontextmanager
-async def open_completion(edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIterator[Answer]:
+async def open_completion(edge: Edge, ticket: Ticket, raw: JsonObject) -> AsyncIterator[Answer]:
     """Raises a `RequestError`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before it yields."""
     check_sizes(raw, edge.limits, edge.catalog.longest_context)
-    body = await edge.workers.run(exchange.body_bytes / 40, parse_body, CompletionBody, raw)
-    exchange.ignored_fields = body.ignored_fields(raw)
-    target = await edge.catalog.resolve(body.model, exchange.caller)
+    body = await edge.workers.run(ticket.body_bytes / 40, parse_body, CompletionBody, raw)
+    ticket.ignored_fields = body.ignored_fields(raw)
+    target = await edge.catalog.resolve(body.model, ticket.caller)
     request = validate_completion(body, target, edge.limits)
-    exchange.record.about(target, streamed=request.options.stream)
+    ticket.record.about(target, streamed=request.options.stream)
     prompt = await _prompt(request, target, edge.workers)
     head = new_head("cmpl", target, request.options, None if request.from_chunks else prompt.token_ids)
-    generate = generate_request(request, prompt.token_ids, target, exchange.caller, request_id=head.id)
+    generate = generate_request(request, prompt.token_ids, target, ticket.caller, request_id=head.id)
     reader = TextReader(
         target.model.table.detokenizer(prompt.token_ids),
         request.options.stop_strings,
@@ -40,7 +39,7 @@ async def open_completion(edge: Edge, exchange: Exchange, raw: JsonObject) -> As
     )
     reply = Reply(reader, PlainParser(), num_prompt_tokens=len(prompt.token_ids), end_token_ids=target.end_token_ids)
     chunks = TextChunks(head, target.model.table)
-    exchange.charge_prompt(len(prompt.token_ids))
+    ticket.charge_prompt(len(prompt.token_ids))
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
     async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
         preface = prompt.echo if request.echo else None

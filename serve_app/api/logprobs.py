@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from engines.protocol import TokenLogprob
-from renderers.detokenize import TokenTable
-from serve_app.schema.replies import ChatLogprob, ChatTop
+from renderers.replies.detokenize import TokenTable
+from serve_app.api.schema.replies import ChatLogprob, ChatTop
 
 _LEAST = -9999.0
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from serve_app.auth import Caller
-from serve_app.catalog import Catalog
+from serve_app.access.auth import Caller
+from serve_app.api.schema.replies import CheckpointReply, ModelList, ModelReply
+from serve_app.catalog.catalog import Catalog
+from serve_app.catalog.served_model import ServedModel
 from serve_app.model_id import BaseModelId
-from serve_app.schema.replies import CheckpointReply, ModelList, ModelReply
-from serve_app.served_model import ServedModel
 
 _CHECKPOINT_OWNER = "user"  # as for fine-tuned models elsewhere; who exactly is nobody else's business
 

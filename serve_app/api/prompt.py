@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from engines.protocol import TokenDelta
-from renderers.detokenize import TokenTable, visible_text
+from renderers.replies.detokenize import TokenTable, visible_text
+from serve_app.api.reply import Part, Scored
+from serve_app.catalog.served_model import ServedModel
 from serve_app.errors import InvalidRequest
-from serve_app.response import Part, Scored
-from serve_app.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from renderers.prompt_length import tokens_beyond
+from renderers.templates.prompt_length import tokens_beyond
+from serve_app.api.validate import ChatRequest
+from serve_app.catalog.served_model import ServedModel
 from serve_app.errors import InvalidRequest
-from serve_app.served_model import ServedModel
-from serve_app.validate import ChatRequest
 
 _UNSURE_CHARACTERS_PER_TOKEN = 16
 _UNSURE_CHARACTERS = 1 << 16

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from serve_app.catalog import Target
-from serve_app.response import Reply
+from serve_app.api.reply import Reply
+from serve_app.catalog.catalog import Target
 
 
 class Outcome(StrEnum):

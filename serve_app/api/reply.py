@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from engines.protocol import FinishReason, TokenDelta, TokenLogprob
 from renderers.base import ReplyEnd, ReplyParser
 from renderers.deltas import Delta, Piece, ReasoningDelta, TextDelta, ToolCallDelta
-from renderers.detokenize import Detokenizer, visible_text
 from renderers.messages import ToolCall
-from renderers.stop import StopMatcher
+from renderers.replies.detokenize import Detokenizer, visible_text
+from renderers.replies.stop import StopMatcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from engines.protocol import GenerateRequest, SamplingParams
 from renderers.base import Renderer
 from renderers.messages import Conversation, Message, Role, TextPart, Tool, ToolCall
-from serve_app.auth import Caller
-from serve_app.catalog import Target
-from serve_app.config import LimitsConfig
+from serve_app.access.auth import Caller
+from serve_app.api.schema.chat import ChatBody, ImageContent, MessageBody, NamedFunction, ToolBody, ToolChoice
+from serve_app.api.schema.completion import CompletionBody, ImageChunk, Prompt
+from serve_app.api.schema.sampling import SamplingFields
+from serve_app.catalog.catalog import Target
+from serve_app.config.service import LimitsConfig
 from serve_app.errors import InvalidRequest
-from serve_app.schema.chat import ChatBody, ImageContent, MessageBody, NamedFunction, ToolBody, ToolChoice
-from serve_app.schema.completion import CompletionBody, ImageChunk, Prompt
-from serve_app.schema.sampling import SamplingFields
-from serve_app.sentence import show
+from serve_app.explain import show
 
 _LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it overflow float32; it is greedy in effect long before
 _UINT64 = 2**64

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from engines.protocol import Adapter
 from renderers.base import Renderer
-from serve_app.auth import Caller
+from serve_app.access.auth import Caller
+from serve_app.catalog.checkpoint_templates import OwnTemplates
+from serve_app.catalog.served_model import ServedModel
 from serve_app.errors import InvalidRequest, ModelNotFound
 from serve_app.model_id import BaseModelId, CheckpointPath, parse
-from serve_app.own_templates import OwnTemplates
-from serve_app.served_model import ServedModel
 
 
 class Checkpoint(Protocol):

@@ -8,12 +8,12 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from renderers.base import Renderer, TemplateRefused
-from serve_app.checkpoints.flights import Flights
+from serve_app.catalog.served_model import ServedModel
 from serve_app.errors import CheckpointRefused
-from serve_app.served_model import ServedModel
+from serve_app.single_flight import Flights
 
 RENDER_US = 500_000
-"""What one may take to render, whatever the conversation (`renderers/bounds.py`)."""
+"""What one may take to render, whatever the conversation (`renderers/templates/bounds.py`)."""
 
 _REMEMBERED = 64
 _BUILDERS = 2

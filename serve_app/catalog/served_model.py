@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from renderers import registry
 from renderers.base import Renderer
-from renderers.detokenize import DecoderUnknown, TokenTable, token_table
-from serve_app.config import ModelConfig
+from renderers.replies.detokenize import DecoderUnknown, TokenTable, token_table
+from serve_app.config.paths import resolve_source
+from serve_app.config.service import ModelConfig
 from serve_app.errors import ConfigRefused
-from serve_app.paths import resolve_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
+from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
 from serve_app.checkpoints.content import MARKER_FILE, Content, Reader, max_file_bytes, open_folder, read_at
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata

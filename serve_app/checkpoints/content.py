@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
-from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE, combined_digest
-from engines.lora.tensor_file import TensorFileError, TensorFileTruncated, parse_header
-from serve_app.checkpoints.beneath import open_in, opened
+from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE, combined_digest
+from engines.lora.format.tensor_file import TensorFileError, TensorFileTruncated, parse_header
 from serve_app.checkpoints.metadata import (
     METADATA_FILE,
     BadField,
@@ -26,6 +25,7 @@ from serve_app.checkpoints.metadata import (
     parse_metadata,
 )
 from serve_app.checkpoints.report import OwnedRefused, Report, Unfit
+from serve_app.checkpoints.root_folder import open_in, opened
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MARKER_FILE: Final = "checkpoint_complete"

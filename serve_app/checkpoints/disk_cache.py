@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE, combined_digest
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, combined_digest
 
 logger = logging.getLogger(__name__)
 

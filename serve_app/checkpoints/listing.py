@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 
-from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
-from serve_app.checkpoints.beneath import LeavesRoot, opened
+from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.checkpoints.content import FILES, open_folder, read_at
 from serve_app.checkpoints.filesystem import FileSystem
@@ -23,6 +22,7 @@ from serve_app.checkpoints.metadata import (
     json_object,
     parse_metadata,
 )
+from serve_app.checkpoints.root_folder import LeavesRoot, opened
 from serve_app.checkpoints.tar import Member, TarRefused, TarTruncated, TarWrong, known_files
 from serve_app.errors import InvalidRequest
 from serve_app.model_id import CheckpointPath, parse_checkpoint_path

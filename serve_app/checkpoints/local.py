@@ -22,13 +22,13 @@ from typing import Final
 
 from engines.errors import afresh
 from serve_app.checkpoints.archive import unpack_into
-from serve_app.checkpoints.beneath import opened
 from serve_app.checkpoints.checkpoint import Checkpoint
 from serve_app.checkpoints.content import Fingerprint, Reader, fingerprint, open_folder
 from serve_app.checkpoints.disk_cache import DiskCache
-from serve_app.checkpoints.flights import Flights
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused, Report
+from serve_app.checkpoints.root_folder import opened
 from serve_app.model_id import CheckpointPath
+from serve_app.single_flight import Flights
 
 FOLDER: Final = "sampler_weights"
 YOUNG_S: Final = 10.0

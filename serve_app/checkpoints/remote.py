@@ -17,13 +17,12 @@ from datetime import datetime
 from functools import partial
 
 from engines.errors import afresh
-from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
+from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
 from serve_app.checkpoints.archive import read_workspace, unpack_into
 from serve_app.checkpoints.checkpoint import Checkpoint
 from serve_app.checkpoints.content import FILES, MARKER_FILE, Content, max_file_bytes
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.filesystem import FileState, FileSystem, StoreFailed
-from serve_app.checkpoints.flights import Flights
 from serve_app.checkpoints.local import FOLDER, YOUNG_S
 from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata
 from serve_app.checkpoints.report import Report, Unfit
@@ -34,6 +33,7 @@ from serve_app.errors import (
     CheckpointUnavailable,
 )
 from serve_app.model_id import CheckpointPath
+from serve_app.single_flight import Flights
 
 _ATTEMPTS = 3
 _REMEMBERED = 1024

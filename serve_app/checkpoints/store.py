@@ -17,17 +17,17 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from serve_app.checkpoints.beneath import LeavesRoot
 from serve_app.checkpoints.checkpoint import Checkpoint, is_open_to
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
 from serve_app.checkpoints.filesystem import FileSystem, StoreFailed
-from serve_app.checkpoints.flights import Flights
 from serve_app.checkpoints.listing import Listing, Search, merge, search_files, search_folder
 from serve_app.checkpoints.local import LocalRoot
 from serve_app.checkpoints.remote import RemoteRoot
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused
+from serve_app.checkpoints.root_folder import LeavesRoot
 from serve_app.errors import CheckpointNotFound, CheckpointUnavailable, InvalidRequest
 from serve_app.model_id import CheckpointPath
+from serve_app.single_flight import Flights
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.lora.weights import LoraTargets, read_adapter
+from engines.lora.format.weights import LoraTargets, read_adapter
 from serve_app.checkpoints import Checkpoint, CheckpointStore
-from serve_app.config import ModelConfig
-from serve_app.deploy_config import DeployConfig
+from serve_app.config.deploy import DeployConfig
+from serve_app.config.model import ModelArgs
+from serve_app.config.paths import resolve_path, resolve_source
+from serve_app.config.service import ModelConfig
 from serve_app.errors import ConfigRefused
-from serve_app.model_config import ModelArgs
 from serve_app.model_id import CheckpointPath
-from serve_app.paths import resolve_path, resolve_source
 
 
 async def list_checkpoints(config: DeployConfig, owner: str | None) -> list[str]:

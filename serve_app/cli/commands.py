@@ -14,14 +14,14 @@ from pydantic import BaseModel, ValidationError
 
 from engines.errors import EngineError
 from renderers.base import RenderError
-from serve_app.auth import Keyring, hash_key, new_key
-from serve_app.client import Client, ServiceRefused
-from serve_app.config import KeyConfig, KeyLimits, ServiceConfig
-from serve_app.deploy_config import DEMO_KEY, DeployConfig, load_deploy_config
+from serve_app.access.auth import Keyring, hash_key, new_key
+from serve_app.cli.client import Client, ServiceRefused
+from serve_app.cli.launch import LaunchFailed, say, up
+from serve_app.config.deploy import DEMO_KEY, DeployConfig, load_deploy_config
+from serve_app.config.service import KeyConfig, KeyLimits, ServiceConfig
 from serve_app.errors import ConfigRefused, ServiceError
-from serve_app.launch import LaunchFailed, say, up
+from serve_app.explain import explain
 from serve_app.model_id import parse_checkpoint_path
-from serve_app.sentence import explain
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -105,7 +105,7 @@ def _chat(options: argparse.Namespace) -> None:
 def _render(options: argparse.Namespace) -> None:
     """What the model gets to see of a chat request."""
     # Here and below imported late: tokenizers take seconds, and the other commands have no use for them.
-    from serve_app.prompt_debug import render_chat
+    from serve_app.cli.prompt_debug import render_chat
 
     try:
         body = json.load(sys.stdin)
@@ -115,20 +115,20 @@ def _render(options: argparse.Namespace) -> None:
 
 
 def _tokenize(options: argparse.Namespace) -> None:
-    from serve_app.prompt_debug import tokenize_text
+    from serve_app.cli.prompt_debug import tokenize_text
 
     _show(tokenize_text(_service(options), options.model, options.text))
 
 
 def _list_checkpoints(options: argparse.Namespace) -> None:
-    from serve_app.checkpoint_debug import list_checkpoints
+    from serve_app.cli.checkpoint_debug import list_checkpoints
 
     for path in asyncio.run(list_checkpoints(load_deploy_config(options.config), options.owner)):
         say(path)
 
 
 def _check_checkpoint(options: argparse.Namespace) -> None:
-    from serve_app.checkpoint_debug import check_checkpoint
+    from serve_app.cli.checkpoint_debug import check_checkpoint
 
     config, path = load_deploy_config(options.config), parse_checkpoint_path(options.path)
     for line in asyncio.run(check_checkpoint(config, path, options.model)):

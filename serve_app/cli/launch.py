@@ -20,9 +20,9 @@ from types import FrameType
 
 import yaml
 
-from serve_app.deploy_config import DEMO_KEY, DeployConfig, require_free
-from serve_app.processes import adopt_orphans, command_line, descendants, end_descendants, end_with_parent
-from serve_app.serve_log import deploy_failure, plain
+from serve_app.cli.processes import adopt_orphans, command_line, descendants, end_descendants, end_with_parent
+from serve_app.cli.serve_log import deploy_failure, plain
+from serve_app.config.deploy import DEMO_KEY, DeployConfig, require_free
 
 _POLL_S = 0.25
 _STILL_STARTING_S = 20.0
@@ -107,7 +107,7 @@ class _Service:
         say(f"Starting the service (log: {self._log})")
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "serve_app.driver", str(derived)],
+                [sys.executable, "-m", "serve_app.cli.driver", str(derived)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -198,7 +198,7 @@ def _child_environment() -> dict[str, str]:
     # Ray lets its workers give way to everything else on the machine (15). The replicas are what this machine is for.
     environment.setdefault("RAY_worker_niceness", "0")
     # Workers start elsewhere and must find this package even when it is not installed.
-    checkout = str(Path(__file__).resolve().parent.parent)
+    checkout = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (checkout, environment.get("PYTHONPATH"))))
     return environment
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from serve_app.catalog import Target
-from serve_app.config import ModelConfig, ServiceConfig
+from serve_app.api.prompt import tokenize
+from serve_app.api.schema.chat import ChatBody
+from serve_app.api.schema.sampling import parse_body
+from serve_app.api.validate import validate_chat
+from serve_app.catalog.catalog import Target
+from serve_app.catalog.served_model import ServedModel, load_model
+from serve_app.config.service import ModelConfig, ServiceConfig
 from serve_app.errors import ConfigRefused
-from serve_app.prompt import tokenize
-from serve_app.schema.chat import ChatBody
-from serve_app.schema.sampling import parse_body
-from serve_app.served_model import ServedModel, load_model
-from serve_app.validate import validate_chat
 
 
 def render_chat(service: ServiceConfig, model_id: str | None, body: Mapping[str, object]) -> list[tuple[int, str]]:

@@ -15,9 +15,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from serve_app.config import Count, Seconds, Text
+from serve_app.config.service import Count, Seconds, Text
 from serve_app.errors import ConfigRefused
-from serve_app.sentence import explain
+from serve_app.explain import explain
 
 
 class ApiArgs(BaseModel):

@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from serve_app.api_config import ApiArgs, parse_api_args
-from serve_app.config import ModelConfig, ServiceConfig, parse_config
+from serve_app.config.api import ApiArgs, parse_api_args
+from serve_app.config.model import ModelArgs, parse_model_args
+from serve_app.config.paths import resolve_source
+from serve_app.config.service import ModelConfig, ServiceConfig, parse_config
 from serve_app.errors import ConfigRefused
-from serve_app.model_config import ModelArgs, parse_model_args
-from serve_app.paths import resolve_source
 
 API = "serve_app.app:api"
 MODEL = "serve_app.app:model"

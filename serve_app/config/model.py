@@ -38,10 +38,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engines.config import AttentionName, DType, EngineConfig
 from engines.fake import FakeConfig
-from serve_app.config import Count, Seconds, Text, Tokens
+from serve_app.config.paths import resolve_path, resolve_source
+from serve_app.config.service import Count, Seconds, Text, Tokens
 from serve_app.errors import ConfigRefused
-from serve_app.paths import resolve_path, resolve_source
-from serve_app.sentence import Complaint, explain
+from serve_app.explain import Complaint, explain
 
 Bytes = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, strict=False)]

@@ -15,7 +15,7 @@ def project_root() -> Path | None:
     named = os.environ.get("ROUNDHOUSE_ROOT")  # noqa: TID251 - a property of the machine, needed to read a config at all
     if named:
         return Path(named).expanduser()
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     return checkout if (checkout / "pyproject.toml").is_file() else None
 
 

@@ -65,7 +65,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serve_app.errors import ConfigRefused
-from serve_app.sentence import Complaint, explain
+from serve_app.explain import Complaint, explain
 
 
 class _Section(BaseModel):

@@ -14,12 +14,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from engines.errors import AdapterChanged, AdapterError, EngineStopped, QueueFull, RequestRefused
-from serve_app.answer import Answer, Edge
-from serve_app.body import JsonObject, read_json
-from serve_app.chat import open_chat
-from serve_app.client_watch import ClientWatch
-from serve_app.completions import open_completion
-from serve_app.config import LimitsConfig
+from serve_app.api.answer import Answer, Edge
+from serve_app.api.chat import open_chat
+from serve_app.api.completions import open_completion
+from serve_app.api.model_listing import describe, list_models
+from serve_app.api.ticket import JsonObject, Ticket
+from serve_app.config.service import LimitsConfig
 from serve_app.errors import (
     ClientTooSlow,
     InvalidRequest,
@@ -30,13 +30,14 @@ from serve_app.errors import (
     NotReady,
     TotalTimeout,
 )
-from serve_app.exchange import Exchange
-from serve_app.middleware import layers
+from serve_app.http.body import read_json
+from serve_app.http.disconnect import ClientWatch
+from serve_app.http.exchange import Exchange
+from serve_app.http.middleware import layers
+from serve_app.http.openapi import DESCRIBE_US, describe_api
+from serve_app.http.service import Service
+from serve_app.http.sse import send_answer
 from serve_app.model_id import parse
-from serve_app.model_listing import describe, list_models
-from serve_app.openapi import DESCRIBE_US, describe_api
-from serve_app.service import Service
-from serve_app.sse import send_answer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ PREFIXES = ("/v1", "/services/tinker-prod/oai/api/v1")
 _NOTHING_WAS_RUN = (RequestRefused, QueueFull, AdapterError, EngineStopped, NoReplica)
 
 Handler = Callable[[Exchange], Awaitable[None]]
-OpenAnswer = Callable[[Edge, Exchange, JsonObject], AbstractAsyncContextManager[Answer]]
+OpenAnswer = Callable[[Edge, Ticket, JsonObject], AbstractAsyncContextManager[Answer]]
 
 
 def build_http_app(service: Service) -> Starlette:
@@ -135,16 +136,16 @@ class Handlers:
         service, settings = self._service, self._service.settings
         edge = self._edge()
         with service.limiter.admit(exchange.caller) as lease:
-            exchange.lease = lease
             raw = await read_json(exchange, settings.limits, service.workers)
+            ticket = exchange.ticket = Ticket(exchange.caller, lease, exchange.record, exchange.body_bytes)
             async with ClientWatch(exchange), _time_limit(exchange, settings.limits), AsyncExitStack() as stack:
                 try:
-                    answer = await stack.enter_async_context(_opened(open_answer, edge, exchange, raw))
+                    answer = await stack.enter_async_context(_opened(open_answer, edge, ticket, raw))
                 except (AdapterChanged, EngineStopped):
                     # The checkpoint was replaced just now, or the replica began to drain: nothing was run, and another
                     # look finds the new content, another replica; by the configuration of now, since the one that the
                     # request began with may be gone, its store of checkpoints closed.
-                    answer = await stack.enter_async_context(_opened(open_answer, self._edge(), exchange, raw))
+                    answer = await stack.enter_async_context(_opened(open_answer, self._edge(), ticket, raw))
                 exchange.record.first_token_s = exchange.elapsed_s()
                 try:
                     await self._send(exchange, answer)
@@ -189,13 +190,13 @@ async def _no_route(request: Request, exc: Exception) -> Response:
 
 
 @asynccontextmanager
-async def _opened(open_answer: OpenAnswer, edge: Edge, exchange: Exchange, raw: JsonObject) -> AsyncIterator[Answer]:
+async def _opened(open_answer: OpenAnswer, edge: Edge, ticket: Ticket, raw: JsonObject) -> AsyncIterator[Answer]:
     """The same, and what is refused before anything was run costs no tokens."""
     async with AsyncExitStack() as stack:
         try:
-            answer = await stack.enter_async_context(open_answer(edge, exchange, raw))
+            answer = await stack.enter_async_context(open_answer(edge, ticket, raw))
         except _NOTHING_WAS_RUN:
-            exchange.give_prompt_back()
+            ticket.give_prompt_back()
             raise
         yield answer
 

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from pydantic_core import from_json
 from starlette.types import Receive
 
-from serve_app.config import LimitsConfig
+from serve_app.api.ticket import JsonObject
+from serve_app.config.service import LimitsConfig
 from serve_app.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
-from serve_app.exchange import ClientLeft, Exchange
+from serve_app.http.exchange import ClientLeft, Exchange
 from serve_app.workers import Workers
-
-JsonObject = dict[str, object]
 
 _MAX_OPENINGS = 1_000_000
 

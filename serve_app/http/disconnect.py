@@ -4,7 +4,7 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from serve_app.exchange import ClientLeft, Exchange
+from serve_app.http.exchange import ClientLeft, Exchange
 
 
 class ClientWatch:

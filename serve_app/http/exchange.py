@@ -8,11 +8,11 @@ from urllib.parse import quote
 
 from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.auth import Caller
+from serve_app.access.auth import Caller
+from serve_app.api.record import RequestRecord
+from serve_app.api.schema.sampling import MAX_IGNORED_FIELDS
+from serve_app.api.ticket import Ticket
 from serve_app.errors import HttpError
-from serve_app.limits import Lease
-from serve_app.schema.sampling import MAX_IGNORED_FIELDS
-from serve_app.usage import RequestRecord
 
 _MAX_FIELD_CHARACTERS = 64
 
@@ -31,9 +31,8 @@ class Exchange:
     record: RequestRecord
     started_at: float
     authenticated: Caller | None = None
-    lease: Lease | None = None
     body_bytes: int = 0
-    ignored_fields: tuple[str, ...] = ()
+    ticket: Ticket | None = None  # once it was admitted and its body was read
     response_started: bool = False
     response_ended: bool = False
     waits_for_client: bool = False  # to read; stays true when the wait was given up
@@ -50,18 +49,6 @@ class Exchange:
         """Whose key it is; only where a key is needed."""
         assert self.authenticated is not None
         return self.authenticated
-
-    def charge_prompt(self, num_tokens: int) -> None:
-        """Count the prompt before the engine gets it: who hangs up before the first token has used it all the same."""
-        assert self.lease is not None
-        self.record.prompt_tokens = num_tokens
-        self.lease.charge(num_tokens)
-
-    def give_prompt_back(self) -> None:
-        """Nothing was run."""
-        assert self.lease is not None
-        self.lease.charge(-self.record.prompt_tokens)
-        self.record.prompt_tokens = 0
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name; of several the first."""
@@ -103,8 +90,8 @@ class Exchange:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the status line and all headers; those of every response included."""
         common = {"x-request-id": self.record.request_id} | self.extra_headers
-        if self.ignored_fields:
-            common["x-ignored-fields"] = _names(self.ignored_fields)
+        if self.ticket is not None and self.ticket.ignored_fields:
+            common["x-ignored-fields"] = _names(self.ticket.ignored_fields)
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (common | dict(headers)).items()]
         self.response_started = True
         self.record.status = status

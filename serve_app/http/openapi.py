@@ -11,13 +11,13 @@ from typing import TypeAlias
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
-from serve_app.config import LimitsConfig
+from serve_app.api.schema import replies
+from serve_app.api.schema.chat import ChatBody
+from serve_app.api.schema.completion import CompletionBody
+from serve_app.config.service import LimitsConfig
 from serve_app.errors import MAX_RETRY_AFTER_S, codes_by_status
+from serve_app.http.openapi_texts import ABOUT, CHAT_RULES, COMPLETION_RULES, FIELDS, STATUSES, STREAM
 from serve_app.model_id import MAX_CHARACTERS
-from serve_app.openapi_texts import ABOUT, CHAT_RULES, COMPLETION_RULES, FIELDS, STATUSES, STREAM
-from serve_app.schema import replies
-from serve_app.schema.chat import ChatBody
-from serve_app.schema.completion import CompletionBody
 
 Json: TypeAlias = "str | int | bool | list[Json] | dict[str, Json] | None"
 Object: TypeAlias = dict[str, Json]

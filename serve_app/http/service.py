@@ -5,14 +5,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve_app.auth import Keyring
-from serve_app.catalog import Catalog, Checkpoints
-from serve_app.config import CheckpointsConfig, LimitsConfig, ModelConfig, ServiceConfig, parse_config
+from serve_app.access.auth import Keyring
+from serve_app.access.limits import Limiter
+from serve_app.api.record import NullRecorder, Recorder
+from serve_app.catalog.catalog import Catalog, Checkpoints
+from serve_app.catalog.served_model import ServedModel, load_model
+from serve_app.config.service import CheckpointsConfig, LimitsConfig, ModelConfig, ServiceConfig, parse_config
 from serve_app.errors import ConfigRefused
-from serve_app.generation import Replicas
-from serve_app.limits import Limiter
-from serve_app.served_model import ServedModel, load_model
-from serve_app.usage import NullRecorder, Recorder
+from serve_app.replicas.generation import Replicas
 from serve_app.workers import Workers
 
 logger = logging.getLogger(__name__)

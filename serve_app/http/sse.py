@@ -6,9 +6,9 @@ from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self
 
-from serve_app.answer import Answer
+from serve_app.api.answer import Answer
 from serve_app.errors import HttpError
-from serve_app.exchange import Exchange
+from serve_app.http.exchange import Exchange
 
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _MANY_SCORES = 64

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from engines.errors import EngineError
 from engines.protocol import Engine, GenerateRequest, Output, TokenDelta
 from serve_app.errors import NoReplica
-from serve_app.frames import merge
+from serve_app.replicas.channel.frames import merge
 
 
 class _Stream:

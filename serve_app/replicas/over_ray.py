@@ -13,9 +13,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentRes
 
 from engines.errors import EngineError, QueueFull
 from engines.protocol import GenerateRequest, TokenDelta
-from serve_app.channel import Listener, Stream
 from serve_app.errors import NoReplica, ReplicaLost, ServingError
-from serve_app.model_watch import AppStatus, ModelWatch
+from serve_app.replicas.channel.listener import Listener, Stream
+from serve_app.replicas.readiness import AppStatus, ModelWatch
 
 logger = logging.getLogger(__name__)
 

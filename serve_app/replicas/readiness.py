@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from serve_app.roster import Roster
+from serve_app.replicas.roster import Roster
 
 logger = logging.getLogger(__name__)
 

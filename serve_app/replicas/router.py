@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve_app import roster
+from serve_app.replicas import roster
 
 
 @dataclass(frozen=True, slots=True)

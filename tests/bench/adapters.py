@@ -18,13 +18,13 @@ from forward import BLOCK, chunk_of, tokens_per_s
 from growth import RANKS
 from make_adapters import make
 
+from engines.compute.runner import ModelRunner
 from engines.config import EngineConfig
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
-from engines.lora.weights import read_adapter
-from engines.model_loader import load_model
-from engines.model_runner import ModelRunner
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from engines.lora.format.weights import read_adapter
+from engines.model.loader import load_model
+from engines.planning.scheduler import Chunk
 from engines.protocol import Adapter
-from engines.scheduler import Chunk
 
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 160

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engines.model_runner import NO_SINK
+from engines.compute.runner import NO_SINK
+from engines.planning.sequence import Sequence
 from engines.protocol import GenerateRequest, SamplingParams
-from engines.sampler import sample
-from engines.sequence import Sequence
+from engines.sampling.sampler import sample
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

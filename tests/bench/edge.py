@@ -22,16 +22,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import uvicorn
-from tiny_tokenizer import make_tokenizer, save_model_folder
 
 from engines.fake import FakeConfig, FakeEngine, Script
 from engines.protocol import GenerateRequest, Output, SamplingParams
-from serve_app.http_app import build_http_app
-from serve_app.local_replicas import LocalReplicas
-from serve_app.service import Service
+from serve_app.http.app import build_http_app
+from serve_app.http.service import Service
+from serve_app.replicas.in_process import LocalReplicas
+from tests.support.tiny_tokenizer import make_tokenizer, save_model_folder
 
 KEY = "bench"
 

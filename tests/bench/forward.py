@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from bench_service import MODEL_FOLDER
 
-from engines import model_runner
+from engines.compute import runner as model_runner
+from engines.compute.runner import NO_SINK, ModelRunner
 from engines.config import EngineConfig
-from engines.model_loader import load_model
-from engines.model_runner import NO_SINK, ModelRunner
+from engines.model.loader import load_model
 from engines.native import build
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence
 from engines.protocol import GenerateRequest, SamplingParams
-from engines.scheduler import Chunk
-from engines.sequence import Sequence
 
 BATCHES = (1, 8, 32, 64)
 PROMPT = 1024

@@ -27,7 +27,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from engines.config import EngineConfig
 from engines.errors import EngineError
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from engines.protocol import Adapter, GenerateRequest, Output, SamplingParams
 from engines.torch_engine import TorchEngine
 

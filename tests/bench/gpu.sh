@@ -10,7 +10,7 @@ output=${1:-$(mktemp -d)}
 export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 
-timeout 150 "$python" -m pytest -q --no-header -p no:cacheprovider -o addopts= tests/test_gpu_*.py 2>&1 | tee "$output/gpu-parity.txt"
+timeout 150 "$python" -m pytest -q --no-header -p no:cacheprovider -o addopts= tests/engines/gpu 2>&1 | tee "$output/gpu-parity.txt"
 parity=${PIPESTATUS[0]}
 timeout 330 "$python" tests/bench/gpu.py --minutes 4.5 2>&1 | tee "$output/gpu-timing.txt"
 timing=${PIPESTATUS[0]}

@@ -23,8 +23,8 @@ from load import Load, run
 from make_adapters import make
 from transformers import AutoConfig
 
-from serve_app.deploy_config import free_port
-from serve_app.processes import command_line, descendants
+from serve_app.cli.processes import command_line, descendants
+from serve_app.config.deploy import free_port
 
 HERE = Path(__file__).parent
 STREAMS = (1, 2, 4, 8, 16, 32, 64)

@@ -19,19 +19,18 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from no_adapters import NoAdapters
-
-from engines.batch import Carried, StepBatch, build_batch
-from engines.block_pool import BlockPool
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from engines.compute.runner import NO_SINK
 from engines.gpu.attention import PagedLayout
 from engines.gpu.graphs import DecodeGraphs
 from engines.loop import EngineLoop
-from engines.model_runner import NO_SINK
+from engines.planning.block_pool import BlockPool
+from engines.planning.scheduler import Chunk, Scheduler
+from engines.planning.sequence import Sequence as Generation
 from engines.protocol import GenerateRequest, SamplingParams
-from engines.scheduler import Chunk, Scheduler
-from engines.sequence import Sequence as Generation
 from engines.switching import SWITCH_INTERVAL_S
+from engines.tensors.batch import Carried, StepBatch, build_batch
+from tests.support.no_adapters import NoAdapters
 
 VOCAB, BLOCK, CONTEXT = 256, 16, 4096
 PROMPT, OUTPUT = 16, 1000

@@ -28,11 +28,10 @@ from pathlib import Path
 
 import yaml
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS))
-from tiny_tokenizer import save_model_folder  # noqa: E402
-
-from serve_app.processes import command_line, descendants  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from serve_app.cli.processes import command_line, descendants  # noqa: E402
+from tests.support.tiny_tokenizer import save_model_folder  # noqa: E402
 
 KEY = "rh-bench-key"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -161,7 +160,7 @@ async def first_token(port: int) -> None:
 
 def configuration(folder: str) -> dict[str, object]:
     """config.yaml with other models."""
-    config = yaml.safe_load((TESTS.parent / "config.yaml").read_text())
+    config = yaml.safe_load((ROOT / "config.yaml").read_text())
     api, model = config["applications"]
     api["deployments"][0]["user_config"] = {
         "models": [{"id": name, "app": name, "source": folder} for name in ("flat", "paced")],
@@ -186,7 +185,7 @@ def service() -> Iterator[int]:
         path = Path(folder) / "config.yaml"
         path.write_text(yaml.safe_dump(configuration(model)))
         command = [sys.executable, "-m", "serve_app", "up", "--config", str(path), "--port", str(port)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS.parent)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert process.stdout is not None
         try:
             for line in process.stdout:

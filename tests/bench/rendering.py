@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 from renderers import registry
 from renderers.base import RenderedPrompt, Renderer, ReplyEnd
 from renderers.deltas import Piece
-from renderers.detokenize import token_table
 from renderers.messages import Conversation, Message, Role, TextPart
-from renderers.stop import StopMatcher
+from renderers.replies.detokenize import token_table
+from renderers.replies.stop import StopMatcher
 
-TEMPLATE = (Path(__file__).parents[1] / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
+TEMPLATE = (Path(__file__).parents[1] / "renderers" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 TEXT = "\n".join(pydoc_data.topics.topics.values())[:20_000]
 
 

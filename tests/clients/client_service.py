@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from serve_app.deploy_config import free_port
+from serve_app.config.deploy import free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL_FOLDER = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"

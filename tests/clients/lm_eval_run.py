@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from client_service import MODEL_FOLDER, ClientService
-from docstrings import Docstring
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.clients.client_service import MODEL_FOLDER, ClientService
+from tests.clients.docstrings import Docstring
 
 TASKS = Path(__file__).parent / "tasks"
 BATCH = 16

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -11,9 +10,7 @@ from statistics import fmean
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the helpers that all tests share
-
-from client_service import (
+from tests.clients.client_service import (
     BASE,
     BASE_FLOAT32,
     CHECKPOINTS,
@@ -23,10 +20,10 @@ from client_service import (
     ClientService,
     client_service,
 )
-from docstrings import Docstring, docstrings
-from harness import KEY, PLAIN
-from lm_eval_run import Evaluation, Reference, differences, evaluate
-from scripted_model import MODEL, scripted_service
+from tests.clients.docstrings import Docstring, docstrings
+from tests.clients.lm_eval_run import Evaluation, Reference, differences, evaluate
+from tests.clients.scripted_model import MODEL, scripted_service
+from tests.support.harness import KEY, PLAIN
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
 

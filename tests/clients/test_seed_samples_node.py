@@ -3,17 +3,14 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the helpers that all tests share
+from tests.support.harness import BASE, KEY, RunningEdge
+from tests.support.sample_code import sample
 
-from harness import BASE, KEY, RunningEdge
-from sample_code import sample
-
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 pytestmark = [pytest.mark.clients]
 
 NODE = Path(__file__).parent / "node"

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from demo_modules import ROOT, lessons, prepare_demo
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from tests.support.demo_modules import ROOT, lessons, prepare_demo
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # In and out of every linear layer of the base.

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from readme_blocks import ROOT
+
+from tests.support.readme_blocks import ROOT
 
 FAKE_MAKE = f"""#!/bin/bash
 if [[ "$*" == "--silent print-python" ]]; then echo {sys.executable}; exit; fi

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from demo_modules import lessons, prepare_demo, train_checkpoint
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_gguf import TEMPLATE, tiny_model, write_gguf
 from transformers import LlamaForCausalLM
+
+from tests.support.demo_modules import lessons, prepare_demo, train_checkpoint
+from tests.support.tiny_gguf import TEMPLATE, tiny_model, write_gguf
 
 TINY_LAYERS = ["q_proj", "v_proj", "down_proj"]
 

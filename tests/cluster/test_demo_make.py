@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from readme_blocks import ROOT, environment
+
+from tests.support.readme_blocks import ROOT, environment
 
 FAKE_PYTHON = """#!/bin/bash
 echo "$*" >> "$(dirname "$0")/calls"

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from demo_modules import prepare_demo
-from tiny_gguf import CONTEXT, tiny_vocabulary, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.demo_modules import prepare_demo
+from tests.support.tiny_gguf import CONTEXT, tiny_vocabulary, write_gguf
 
 Converted = tuple[Path, dict[str, torch.Tensor]]
 

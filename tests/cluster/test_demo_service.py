@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from readme_blocks import ROOT, Block, blocks, environment, run
+
+from tests.support.readme_blocks import ROOT, Block, blocks, environment, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

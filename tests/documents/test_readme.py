@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
-from readme_blocks import ADDRESS, ROOT, Block, blocks, environment
 
-from serve_app.api_config import parse_api_args
-from serve_app.config import parse_config
-from serve_app.model_config import parse_model_args
-from serve_app.schema.chat import ChatBody
-from serve_app.schema.completion import CompletionBody
+from serve_app.api.schema.chat import ChatBody
+from serve_app.api.schema.completion import CompletionBody
+from serve_app.config.api import parse_api_args
+from serve_app.config.model import parse_model_args
+from serve_app.config.service import parse_config
+from tests.support.readme_blocks import ADDRESS, ROOT, Block, blocks, environment
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "cluster" / "README.md"]

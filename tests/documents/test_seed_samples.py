@@ -11,10 +11,11 @@ from typing import Any
 
 import openai
 import pytest
-from harness import BASE, CHAT, KEY, RunningEdge
-from sample_code import environment, run_curl, run_python, sample, send_as_curl
 
-pytest_plugins = ("edge_fixtures",)
+from tests.support.harness import BASE, CHAT, KEY, RunningEdge
+from tests.support.sample_code import environment, run_curl, run_python, sample, send_as_curl
+
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 REASONING, ANSWER = "17 * 20 = 340, and 17 * 3 = 51. 340 + 51 = 391.", "17 * 23 = 391."
 SOLVED = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"

@@ -5,7 +5,6 @@ Nothing of it is left when the session ends. HAProxy mode is `test_up.py`'s.
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the helpers that all tests share
 
 # Before Ray is imported: it reads these as it is.
 os.environ.update(
@@ -29,8 +26,8 @@ os.environ.update(
 )
 os.environ.pop("RAY_ADDRESS", None)
 
-from service_config import KEY, service_config
-from waiting import eventually
+from tests.e2e.service_config import KEY, service_config
+from tests.support.waiting import eventually
 
 Json = dict[str, Any]
 
@@ -84,7 +81,7 @@ class Service:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tiny_tokenizer import save_model_folder
+    from tests.support.tiny_tokenizer import save_model_folder
 
     return str(save_model_folder(tmp_path_factory.mktemp("models") / "tiny"))
 
@@ -95,7 +92,7 @@ def cluster() -> Iterator[int]:
     import ray
     from ray import serve
 
-    from serve_app.deploy_config import free_port
+    from serve_app.config.deploy import free_port
 
     folder = tempfile.mkdtemp(prefix="rh-", dir="/tmp")  # Ray's sockets lie below it: their paths must be short
     port = free_port()

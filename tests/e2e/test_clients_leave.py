@@ -6,9 +6,10 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Json, Service
-from service_config import KEY, MODEL, PLAIN_PREFIX
-from waiting import eventually
+
+from tests.e2e.conftest import Json, Service
+from tests.e2e.service_config import KEY, MODEL, PLAIN_PREFIX
+from tests.support.waiting import eventually
 
 CLIENTS = 200
 

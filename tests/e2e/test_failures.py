@@ -10,9 +10,10 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from conftest import Service
-from service_config import GROWING, KEY, MODEL
-from waiting import eventually
+
+from tests.e2e.conftest import Service
+from tests.e2e.service_config import GROWING, KEY, MODEL
+from tests.support.waiting import eventually
 
 
 def replica_processes(app: str) -> list[int]:

@@ -4,7 +4,8 @@ import json
 import socket
 
 import pytest
-from service_config import KEY, MODEL, PLAIN_PREFIX
+
+from tests.e2e.service_config import KEY, MODEL, PLAIN_PREFIX
 
 STEERING = [
     "serve_multiplexed_model_id",

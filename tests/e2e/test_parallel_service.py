@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from conftest import Service
-from demo_modules import ROOT
-from engine_harness import followers
-from service_config import DEMO, with_demo
-from waiting import eventually
+
+from tests.e2e.conftest import Service
+from tests.e2e.service_config import DEMO, with_demo
+from tests.support.demo_modules import ROOT
+from tests.support.engine_harness import followers
+from tests.support.waiting import eventually
 
 QUILL = "tinker://demo/sampler_weights/quill"
 

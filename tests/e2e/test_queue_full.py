@@ -4,8 +4,9 @@ import asyncio
 
 import httpx
 import pytest
-from service_config import KEY, MODEL
-from waiting import eventually
+
+from tests.e2e.service_config import KEY, MODEL
+from tests.support.waiting import eventually
 
 FITTING = 64 + 200  # max_running and max_waiting of the model
 TOO_MANY = 60

@@ -4,9 +4,10 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Json, Service
-from service_config import MODEL, SLEEPY
-from waiting import eventually
+
+from tests.e2e.conftest import Json, Service
+from tests.e2e.service_config import MODEL, SLEEPY
+from tests.support.waiting import eventually
 
 
 def changed(service: Service) -> tuple[Json, Json]:

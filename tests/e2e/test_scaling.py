@@ -3,9 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Service
-from service_config import GROWING, SLEEPY
-from waiting import eventually
+
+from tests.e2e.conftest import Service
+from tests.e2e.service_config import GROWING, SLEEPY
+from tests.support.waiting import eventually
 
 
 def running(service: Service, app: str) -> int:

@@ -2,8 +2,9 @@
 
 import openai
 import pytest
-from conftest import Service
-from service_config import MODEL, PLAIN_PREFIX
+
+from tests.e2e.conftest import Service
+from tests.e2e.service_config import MODEL, PLAIN_PREFIX
 
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Service
-from service_config import KEY, MODEL, PLAIN_PREFIX
-from waiting import eventually
+
+from tests.e2e.conftest import Service
+from tests.e2e.service_config import KEY, MODEL, PLAIN_PREFIX
+from tests.support.waiting import eventually
 
 CANARY = "canary-8d42-in-a-coal-mine"
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import Service
-from demo_modules import ROOT
-from sample_code import run_python, sample
-from service_config import DEMO as BASE
-from service_config import with_demo
-from test_clients_leave import hang_up_at_random
-from waiting import eventually
+
+from tests.e2e.conftest import Service
+from tests.e2e.service_config import DEMO as BASE
+from tests.e2e.service_config import with_demo
+from tests.e2e.test_clients_leave import hang_up_at_random
+from tests.support.demo_modules import ROOT
+from tests.support.sample_code import run_python, sample
+from tests.support.waiting import eventually
 
 QUILL = "tinker://demo/sampler_weights/quill"
 TOOLS = "tinker://demo/sampler_weights/tools"

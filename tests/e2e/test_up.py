@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from waiting import eventually
 
-from serve_app.deploy_config import free_port
-from serve_app.processes import command_line
+from serve_app.cli.processes import command_line
+from serve_app.config.deploy import free_port
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -234,7 +234,7 @@ def test_when_serve_dies_early_it_says_so_and_leaves_nothing(config, tmp_path):
         children: list[int] = []
 
         def has_child() -> bool:
-            children[:] = [pid for pid in processes(up) if "serve_app.driver" in title(pid)]
+            children[:] = [pid for pid in processes(up) if "serve_app.cli.driver" in title(pid)]
             return bool(children)
 
         eventually(has_child, 20)

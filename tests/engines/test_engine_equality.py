@@ -5,7 +5,9 @@ cache, after preemption, with other adapters beside them.
 from collections.abc import Iterator
 
 import pytest
-from engine_harness import (
+
+from engines.protocol import Adapter, GenerateRequest
+from tests.support.engine_harness import (
     DrivenEngine,
     Engines,
     adapter,
@@ -14,9 +16,7 @@ from engine_harness import (
     prompt_of,
     request,
 )
-from tiny_models import CONFIGS, HYBRID
-
-from engines.protocol import Adapter, GenerateRequest
+from tests.support.tiny_models import CONFIGS, HYBRID
 
 LENGTHS = (15, 16, 1, 17, 40, 70)
 TOKENS = 10

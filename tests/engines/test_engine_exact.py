@@ -8,13 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import DrivenEngine, Engines, Result, adapter, engine_config, kv_bytes, prompt_of, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import CONFIGS
 from transformers import AutoModelForCausalLM
 
 from engines.protocol import Adapter, GenerateRequest
+from tests.support.engine_harness import (
+    DrivenEngine,
+    Engines,
+    Result,
+    adapter,
+    engine_config,
+    kv_bytes,
+    prompt_of,
+    request,
+)
+from tests.support.tiny_models import CONFIGS
 
 ADAPTERS: Mapping[str, tuple[str, ...]] = {
     "llama": ("all", "head", "embedding"),

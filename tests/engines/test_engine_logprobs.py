@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import (
+
+from engines.protocol import FinishReason, GenerateRequest, TokenLogprob
+from tests.support.engine_harness import (
     DrivenEngine,
     Engines,
     Result,
@@ -17,8 +19,6 @@ from engine_harness import (
     reference_model,
     request,
 )
-
-from engines.protocol import FinishReason, GenerateRequest, TokenLogprob
 
 BOTH = pytest.mark.parametrize("attention", ["auto", "sdpa"])
 TOLERANCE = 3e-4

@@ -7,15 +7,15 @@ from threading import Thread
 
 import pytest
 import torch
-from engine_harness import request
-from loop_drive import BREAKS, MISSHAPEN, NAN, RAISES, Bench, HashRunner, greedy, logits_after
 
+from engines.compute.runner import NO_SINK
 from engines.errors import EngineError, NonFiniteLogits
 from engines.loop import EngineLoop
-from engines.model_runner import NO_SINK
-from engines.pace import PrefillPace
+from engines.planning.prefill_pace import PrefillPace
+from engines.planning.sequence import Sequence as Generation
 from engines.protocol import FinishReason, TokenDelta
-from engines.sequence import Sequence as Generation
+from tests.support.engine_harness import request
+from tests.support.loop_drive import BREAKS, MISSHAPEN, NAN, RAISES, Bench, HashRunner, greedy, logits_after
 
 
 @pytest.fixture(params=[False, True], ids=["waits", "overlaps"], autouse=True)

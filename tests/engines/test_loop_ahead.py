@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_drive import NAN, RAISES, Bench, HashRunner, greedy
 
-from engines import sampler
 from engines.loop import Event
 from engines.protocol import FinishReason, GenerateRequest, TokenDelta
-from engines.transfer import Arriving
+from engines.sampling import sampler
+from engines.tensors.transfer import Arriving
+from tests.support.engine_harness import request
+from tests.support.loop_drive import NAN, RAISES, Bench, HashRunner, greedy
 
 SAMPLING: list[dict[str, Any]] = [
     {},

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from demo_modules import ROOT
-from engine_harness import DrivenEngine, engine_config, reference_logits, request
-from lora_files import adapter_at
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.demo_modules import ROOT
+from tests.support.engine_harness import DrivenEngine, engine_config, reference_logits, request
+from tests.support.lora_files import adapter_at
 
 DEMO = str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
 GEMMA = "google/gemma-3-270m"

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from engine_harness import DrivenEngine, engine_config, request
 
 from engines.switching import SWITCH_INTERVAL_S
 from serve_app.workers import Workers
+from tests.support.engine_harness import DrivenEngine, engine_config, request
 
 
 @pytest.fixture(params=[(5e-3, SWITCH_INTERVAL_S), (1e-5, 1e-5)], ids=["from the default", "from less"])

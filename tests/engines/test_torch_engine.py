@@ -12,7 +12,24 @@ from random import Random
 
 import pytest
 import torch
-from engine_harness import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.errors import (
+    AdapterChanged,
+    AdapterRefused,
+    AdapterUnavailable,
+    EngineError,
+    EngineStopped,
+    ModelRefused,
+    NonFiniteLogits,
+    QueueFull,
+    RequestRefused,
+)
+from engines.protocol import Adapter, GenerateRequest, Output
+from engines.tensors.kv_cache import KVCache
+from engines.torch_engine import TorchEngine
+from tests.support.engine_harness import (
     BREAKS,
     RAISES,
     Collector,
@@ -30,25 +47,8 @@ from engine_harness import (
     scaled_adapter,
     spoilt_adapter,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tiny_models import VOCAB
-from waiting import eventually
-
-from engines.errors import (
-    AdapterChanged,
-    AdapterRefused,
-    AdapterUnavailable,
-    EngineError,
-    EngineStopped,
-    ModelRefused,
-    NonFiniteLogits,
-    QueueFull,
-    RequestRefused,
-)
-from engines.kv_cache import KVCache
-from engines.protocol import Adapter, GenerateRequest, Output
-from engines.torch_engine import TorchEngine
+from tests.support.tiny_models import VOCAB
+from tests.support.waiting import eventually
 
 BOTH = pytest.mark.parametrize("attention", ["auto", "sdpa"])
 

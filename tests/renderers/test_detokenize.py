@@ -3,12 +3,19 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderer_kit import ALL_TOKENIZERS, chatml_tokenizer, llama_tokenizer, pieces_of, qwen_tokenizer, unigram_tokenizer
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from renderers.deltas import Piece
-from renderers.detokenize import DecoderUnknown, token_table, visible_text
+from renderers.replies.detokenize import DecoderUnknown, token_table, visible_text
+from tests.support.renderer_kit import (
+    ALL_TOKENIZERS,
+    chatml_tokenizer,
+    llama_tokenizer,
+    pieces_of,
+    qwen_tokenizer,
+    unigram_tokenizer,
+)
 
 TEXTS = [
     "日本の首都は東京です。",

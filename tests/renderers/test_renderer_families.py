@@ -7,7 +7,14 @@ from itertools import islice
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from renderer_kit import (
+from transformers import PreTrainedTokenizerFast
+
+from renderers import registry
+from renderers.base import RenderedPrompt, RenderError, ReplyEnd, TemplateRefused
+from renderers.deltas import Piece, TextDelta
+from renderers.families.generic import PlainParser
+from renderers.messages import Conversation, ImagePart, Message, Role, TextPart, ToolCall
+from tests.support.renderer_kit import (
     assistant,
     chatml_tokenizer,
     llama_tokenizer,
@@ -22,13 +29,6 @@ from renderer_kit import (
     user,
     word_tokenizer,
 )
-from transformers import PreTrainedTokenizerFast
-
-from renderers import registry
-from renderers.base import RenderedPrompt, RenderError, ReplyEnd, TemplateRefused
-from renderers.deltas import Piece, TextDelta
-from renderers.generic import PlainParser
-from renderers.messages import Conversation, ImagePart, Message, Role, TextPart, ToolCall
 
 CALL = ToolCall("call_1", "f", "{}")
 

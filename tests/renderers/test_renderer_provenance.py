@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markupsafe import Markup, escape
 
-from renderers.provenance import Text, escape_html, mask_of, safe
+from renderers.templates.provenance import Text, escape_html, mask_of, safe
 
 TRUSTED, UNTRUSTED = "AB <\n", "ab\t>\r"
 CHARS = st.text(TRUSTED + UNTRUSTED, max_size=12)

@@ -6,7 +6,12 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderer_kit import (
+
+from renderers import registry
+from renderers.base import RenderedPrompt, RenderError, ReplyEnd, TemplateRefused
+from renderers.deltas import Piece, ReasoningDelta, TextDelta, ToolCallDelta
+from renderers.messages import Conversation, Role, ToolCall
+from tests.support.renderer_kit import (
     assistant,
     chatml_tokenizer,
     llama_tokenizer,
@@ -18,11 +23,6 @@ from renderer_kit import (
     tool,
     user,
 )
-
-from renderers import registry
-from renderers.base import RenderedPrompt, RenderError, ReplyEnd, TemplateRefused
-from renderers.deltas import Piece, ReasoningDelta, TextDelta, ToolCallDelta
-from renderers.messages import Conversation, Role, ToolCall
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 F = ("f", '{"a": 1}')

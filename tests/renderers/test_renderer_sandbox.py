@@ -9,12 +9,12 @@ from functools import cache, partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderer_kit import ALL_TOKENIZERS, TEMPLATES, oracle_ids, qwen_tokenizer, user
 
 from renderers.base import PromptTooLong, RenderError, TemplateRefused
-from renderers.bounds import Budget
-from renderers.jinja import MAX_TEMPLATE_LEN, ChatTemplate
 from renderers.messages import Conversation
+from renderers.templates.bounds import Budget
+from renderers.templates.chat_template import MAX_TEMPLATE_LEN, ChatTemplate
+from tests.support.renderer_kit import ALL_TOKENIZERS, TEMPLATES, oracle_ids, qwen_tokenizer, user
 
 chat = cache(partial(ChatTemplate, qwen_tokenizer()))
 

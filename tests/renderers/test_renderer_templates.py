@@ -7,7 +7,13 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderer_kit import (
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from renderers.base import RenderError
+from renderers.messages import Conversation, ImagePart, Message, Role, TextPart, Tool, ToolCall
+from renderers.templates.chat_template import ChatTemplate
+from tests.support.renderer_kit import (
     QWEN_MARKERS,
     QWEN_SPECIAL,
     assistant,
@@ -22,12 +28,6 @@ from renderer_kit import (
     unigram_tokenizer,
     user,
 )
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
-
-from renderers.base import RenderError
-from renderers.jinja import ChatTemplate
-from renderers.messages import Conversation, ImagePart, Message, Role, TextPart, Tool, ToolCall
 
 CHATML = """
 {%- for message in messages %}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from renderers.base import RenderError
 from renderers.deltas import Piece
-from renderers.stop import MAX_STOP_CHARACTERS, StopMatcher
+from renderers.replies.stop import MAX_STOP_CHARACTERS, StopMatcher
 
 SMALL_TEXT = st.text("ab\n", max_size=40)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=6), max_size=4)

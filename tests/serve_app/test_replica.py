@@ -8,9 +8,9 @@ import pytest
 
 from engines.fake import FakeEngine
 from engines.protocol import GenerateRequest, SamplingParams
-from serve_app.channel import Listener
-from serve_app.model_config import parse_model_args
+from serve_app.config.model import parse_model_args
 from serve_app.replica import EngineUnhealthy, Replica
+from serve_app.replicas.channel.listener import Listener
 
 FAST = {"step_s": 0.0, "reply_tokens": None, "vocab_size": 500}
 

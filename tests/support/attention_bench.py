@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-from engine_harness import DEVICE, request
 
 from engines.attention.interface import Attention, AttentionBackend
-from engines.batch import build_batch
-from engines.kv_cache import KVCache, LayerShape
-from engines.model_runner import NO_SINK
-from engines.scheduler import Chunk
-from engines.sequence import Sequence
+from engines.compute.runner import NO_SINK
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence
+from engines.tensors.batch import build_batch
+from engines.tensors.kv_cache import KVCache, LayerShape
+from tests.support.engine_harness import DEVICE, request
 
 MakeBackend = Callable[[KVCache], AttentionBackend]
 BLOCK = 16

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from serve_app.checkpoints import Checkpoint, CheckpointStore
 from serve_app.errors import CheckpointError
 from serve_app.model_id import CheckpointPath

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "cluster"), str(ROOT / "cluster" / "examples")]
 
 import lessons  # noqa: E402

@@ -1,12 +1,12 @@
-"""The fixtures over `harness.py`; a test module takes them with `pytest_plugins = ("edge_fixtures",)`."""
+"""The fixtures over `harness.py`; a test module takes them with `pytest_plugins = ("tests.support.edge_fixtures",)`."""
 
 from collections.abc import Iterator
 
 import pytest
-from harness import CONTEXT, RunningEdge, config_for, running_edge
-from tiny_tokenizer import save_model_folder
 
 from engines.fake import FakeConfig
+from tests.support.harness import CONTEXT, RunningEdge, config_for, running_edge
+from tests.support.tiny_tokenizer import save_model_folder
 
 
 @pytest.fixture(scope="session")

@@ -13,16 +13,14 @@ from random import Random
 from typing import Any, Self, TypeVar
 
 import pytest
-import tiny_models
 import torch
-from lora_files import adapter_at, random_model, save_with_peft
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engines.config import EngineConfig
 from engines.errors import EngineError
-from engines.lora.digest import WEIGHTS_FILE
+from engines.lora.format.digest import WEIGHTS_FILE
 from engines.protocol import (
     Adapter,
     EngineStats,
@@ -33,7 +31,9 @@ from engines.protocol import (
     TokenLogprob,
 )
 from engines.torch_engine import TorchEngine
-from serve_app.processes import command_line, descendants
+from serve_app.cli.processes import command_line, descendants
+from tests.support import tiny_models
+from tests.support.lora_files import adapter_at, random_model, save_with_peft
 
 T = TypeVar("T")
 _FOLDER = tempfile.TemporaryDirectory(prefix="engine-tests-")

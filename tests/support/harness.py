@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import uvicorn
-from tiny_tokenizer import make_tokenizer
 
 from engines.errors import EngineError
 from engines.fake import FakeConfig, FakeEngine
 from engines.protocol import Engine, GenerateRequest
-from serve_app.catalog import Checkpoint
+from serve_app.api.record import RequestRecord
+from serve_app.catalog.catalog import Checkpoint
 from serve_app.checkpoints.checkpoint import is_open_to
-from serve_app.config import CheckpointsConfig
+from serve_app.config.service import CheckpointsConfig
 from serve_app.errors import CheckpointNotFound
-from serve_app.http_app import build_http_app
-from serve_app.local_replicas import LocalReplicas
+from serve_app.http.app import build_http_app
+from serve_app.http.service import Service
 from serve_app.model_id import CheckpointPath, parse_checkpoint_path
-from serve_app.service import Service
-from serve_app.usage import RequestRecord
+from serve_app.replicas.in_process import LocalReplicas
+from tests.support.tiny_tokenizer import make_tokenizer
 
 CHAT = "tiny/Chat"
 PLAIN = "tiny/Plain"  # a chat template, but a renderer that parses nothing

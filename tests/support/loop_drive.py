@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 from random import Random
 
 import torch
-from no_adapters import NoAdapters
 
-from engines.batch import Carried, StepBatch, build_batch, wanted_rows
-from engines.block_pool import BlockPool
+from engines.compute.runner import NO_SINK
 from engines.errors import EngineStopped
 from engines.loop import EngineLoop, Event
-from engines.model_runner import NO_SINK
+from engines.planning.block_pool import BlockPool
+from engines.planning.scheduler import Chunk, Scheduler
+from engines.planning.sequence import Sequence as Generation
 from engines.protocol import GenerateRequest, TokenDelta
-from engines.scheduler import Chunk, Scheduler
-from engines.sequence import Sequence as Generation
+from engines.tensors.batch import Carried, StepBatch, build_batch, wanted_rows
+from tests.support.no_adapters import NoAdapters
 
 VOCAB = 50
 RAISES, NAN, MISSHAPEN, BREAKS = 41, 42, 43, 44

@@ -5,7 +5,7 @@ from engines.protocol import Adapter
 
 
 class NoAdapters:
-    """Implements `engines.loop.Adapters` and `engines.scheduler.Slots`."""
+    """Implements `engines.loop.Adapters` and `engines.planning.scheduler.Slots`."""
 
     is_loading = False
 

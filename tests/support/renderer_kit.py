@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from renderers.base import RenderedPrompt, Renderer, ReplyEnd
 from renderers.deltas import Delta, Piece, ReasoningDelta, TextDelta, ToolCallDelta
-from renderers.detokenize import token_table
 from renderers.messages import Conversation, Message, Role, TextPart, Tool, ToolCall
+from renderers.replies.detokenize import token_table
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "renderers" / "templates"
 
 CORPUS = [
     "The capital of France is Paris. It is also the largest city in France, and what is the weather there today?",

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-_FOLDER = Path(__file__).parent / "seed_samples"
+_FOLDER = Path(__file__).parents[1] / "documents" / "seed_samples"
 _HOSTS = ("https://tinker.thinkingmachines.dev", "https://inference.tokenchange.io")
 _KEYS = ("TINKER_API_KEY", "TOKENCHANGE_API_KEY")
 _CHAT_MODEL = "thinkingmachines/Inkling:peft:262144"

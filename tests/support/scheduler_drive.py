@@ -3,13 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine_harness import request
-
-from engines.block_pool import BlockPool
-from engines.model_runner import NO_SINK
+from engines.compute.runner import NO_SINK
+from engines.planning.block_pool import BlockPool
+from engines.planning.scheduler import Chunk, Scheduler, StepPlan
+from engines.planning.sequence import NO_SLOT, Sequence
 from engines.protocol import Adapter
-from engines.scheduler import Chunk, Scheduler, StepPlan
-from engines.sequence import NO_SLOT, Sequence
+from tests.support.engine_harness import request
 
 BLOCK = 16
 Cell = tuple[str, int]  # adapter, hash of all tokens up to here

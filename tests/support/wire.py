@@ -3,7 +3,7 @@
 import socket
 from typing import Any
 
-from harness import KEY, RunningEdge
+from tests.support.harness import KEY, RunningEdge
 
 
 def error(

@@ -4,7 +4,7 @@ import os
 import stat
 
 from engines.errors import AdapterChanged, AdapterRefused, AdapterUnavailable
-from engines.lora.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
+from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
 
 
 def read_files(directory: str, max_weights_bytes: int) -> tuple[bytearray, bytearray]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from engines.lora.targets import LoraTargets
+from engines.lora.format.targets import LoraTargets
 
 _PREFIX: Final = "base_model.model."
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from engines.errors import AdapterRefused
-from engines.lora.digest import WEIGHTS_FILE
-from engines.lora.names import Resolver
-from engines.lora.peft_config import PeftConfig, refused
-from engines.lora.targets import LoraTargets, Part, Target, TargetKind
-from engines.lora.tensor_file import shown
+from engines.lora.format.digest import WEIGHTS_FILE
+from engines.lora.format.names import Resolver
+from engines.lora.format.peft_config import PeftConfig, refused
+from engines.lora.format.targets import LoraTargets, Part, Target, TargetKind
+from engines.lora.format.tensor_file import shown
 
 _ONE_EXPERT: Final = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d{1,6})\.(?P<projection>[^.]+)")
 

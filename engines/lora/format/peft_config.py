@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engines.errors import AdapterRefused
-from engines.lora.digest import CONFIG_FILE, Buffer
-from engines.lora.patterns import Budget, Pattern, PatternRefused
-from engines.lora.tensor_file import shown
+from engines.lora.format.digest import CONFIG_FILE, Buffer
+from engines.lora.format.patterns import Budget, Pattern, PatternRefused
+from engines.lora.format.tensor_file import shown
 
 # A value that is set means another computation. `fan_in_fan_out` is for a layer type that no model here has.
 _UNSUPPORTED: Final = (

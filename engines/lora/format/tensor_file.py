@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from engines.lora.digest import Buffer
+from engines.lora.format.digest import Buffer
 
 MAX_HEADER_BYTES: Final = 32 << 20  # about 180,000 tensors: every expert of every layer
 MAX_NAME_CHARACTERS: Final = 512

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from engines.errors import AdapterChanged, AdapterRefused
-from engines.lora.digest import WEIGHTS_FILE, adapter_digest
-from engines.lora.files import read_files
-from engines.lora.names import Role, TensorName, parse_name
-from engines.lora.pairs import FilePair, LoraPair, PairBuilder, is_finite
-from engines.lora.peft_config import parse_config
-from engines.lora.targets import LoraTargets, TargetKind, row_sums
-from engines.lora.tensor_file import TensorEntry, TensorFile, TensorFileError, parse_header, shown
+from engines.lora.format.digest import WEIGHTS_FILE, adapter_digest
+from engines.lora.format.files import read_files
+from engines.lora.format.names import Role, TensorName, parse_name
+from engines.lora.format.pairs import FilePair, LoraPair, PairBuilder, is_finite
+from engines.lora.format.peft_config import parse_config
+from engines.lora.format.targets import LoraTargets, TargetKind, row_sums
+from engines.lora.format.tensor_file import TensorEntry, TensorFile, TensorFileError, parse_header, shown
 from engines.protocol import Adapter
 
 __all__ = ["AdapterWeights", "LoraPair", "LoraTargets", "read_adapter"]

@@ -10,10 +10,10 @@ from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, PrivateAt
 from pydantic_core import from_json
 
 from renderers.messages import Effort
-from serve_app.schema.completion import image_url
-from serve_app.schema.input_types import EFFORT_MAX, ArgumentsInput, ContentInput, EffortInput, ToolChoiceInput
-from serve_app.schema.sampling import MAX_LOGPROBS, SamplingFields, Section, first_distinct, unknown_names
-from serve_app.sentence import Complaint
+from serve_app.api.schema.completion import image_url
+from serve_app.api.schema.input_types import EFFORT_MAX, ArgumentsInput, ContentInput, EffortInput, ToolChoiceInput
+from serve_app.api.schema.sampling import MAX_LOGPROBS, SamplingFields, Section, first_distinct, unknown_names
+from serve_app.explain import Complaint
 
 _MAY_OVERFLOW = re.compile(r"[eE]\+?0*[0-9]{3}|[0-9]{300}")
 

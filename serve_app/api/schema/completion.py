@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from serve_app.schema.input_types import PromptChunksInput, PromptInput
-from serve_app.schema.sampling import MAX_LOGPROBS, SamplingFields, first_distinct, token_ids, unknown_names
-from serve_app.sentence import Complaint
+from serve_app.api.schema.input_types import PromptChunksInput, PromptInput
+from serve_app.api.schema.sampling import MAX_LOGPROBS, SamplingFields, first_distinct, token_ids, unknown_names
+from serve_app.explain import Complaint
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
+from serve_app.api.schema.input_types import BIAS_MAX, TOKEN_ID_MAX, LogitBiasInput, StopInput
 from serve_app.errors import InvalidRequest
-from serve_app.schema.input_types import BIAS_MAX, TOKEN_ID_MAX, LogitBiasInput, StopInput
-from serve_app.sentence import Complaint, explain
+from serve_app.explain import Complaint, explain
 
 MAX_LOGPROBS = 20
 MAX_IGNORED_FIELDS = 32

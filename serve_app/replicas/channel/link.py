@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from engines.errors import EngineError, RequestRefused
 from engines.protocol import Engine, GenerateRequest, Output, TokenDelta
-from serve_app.channel import BROKEN, Endpoint, keep_alive
 from serve_app.errors import ReplicaLost
-from serve_app.frames import (
+from serve_app.replicas.channel.frames import (
     MAX_FRAME_BYTES,
     decode_stream_ids,
     encode_event,
@@ -16,6 +15,7 @@ from serve_app.frames import (
     encode_hello,
     read_frame,
 )
+from serve_app.replicas.channel.listener import BROKEN, Endpoint, keep_alive
 
 logger = logging.getLogger(__name__)
 

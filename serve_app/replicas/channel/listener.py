@@ -24,7 +24,7 @@ from typing import Self
 
 from engines.protocol import TokenDelta
 from serve_app.errors import ClientTooSlow, ReplicaLost
-from serve_app.frames import (
+from serve_app.replicas.channel.frames import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
     Event,

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_bench import BLOCK, LAYERS, Bench, Layer, MakeBackend
-from engine_harness import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -13,10 +11,12 @@ from torch import nn
 from engines.attention.exact import ExactBackend
 from engines.attention.interface import Paged, paged_attention
 from engines.attention.sdpa import SdpaBackend
-from engines.batch import build_batch
 from engines.errors import ModelRefused
-from engines.kv_cache import KVCache, LayerShape
-from engines.scheduler import Chunk
+from engines.planning.scheduler import Chunk
+from engines.tensors.batch import build_batch
+from engines.tensors.kv_cache import KVCache, LayerShape
+from tests.support.attention_bench import BLOCK, LAYERS, Bench, Layer, MakeBackend
+from tests.support.engine_harness import DEVICE
 
 BACKENDS: list[MakeBackend] = [SdpaBackend, ExactBackend]
 

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from engine_harness import engine_config, plain_model, prompt_of, reference_logits, request
-from tiny_models import HYBRID
 
-from engines.model_loader import load_model
-from engines.model_runner import NO_SINK, ModelRunner
-from engines.scheduler import Chunk
-from engines.sequence import Sequence as Generation
+from engines.compute.runner import NO_SINK, ModelRunner
+from engines.model.loader import load_model
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence as Generation
+from tests.support.engine_harness import engine_config, plain_model, prompt_of, reference_logits, request
+from tests.support.tiny_models import HYBRID
 
 NAMES = pytest.mark.parametrize("name", sorted(HYBRID))
 

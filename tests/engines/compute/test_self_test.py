@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import DrivenEngine, engine_config, model_folder
-from tiny_models import CONFIGS, HYBRID
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engines import self_test
 from engines.attention.interface import NAME, paged_attention, register
+from engines.compute import self_test
+from engines.compute.runner import ModelRunner
 from engines.errors import ModelRefused
-from engines.model_loader import check_layer_types, load_model
-from engines.model_runner import ModelRunner
+from engines.model.loader import check_layer_types, load_model
+from tests.support.engine_harness import DrivenEngine, engine_config, model_folder
+from tests.support.tiny_models import CONFIGS, HYBRID
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 

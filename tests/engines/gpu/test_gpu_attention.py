@@ -5,15 +5,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_bench import LAYERS, Bench, Layer, MakeBackend
-from engine_harness import DEVICE
 
 from engines.attention.interface import Attention
 from engines.attention.sdpa import attend_span
 from engines.gpu.attention import PagedLayout, TritonBackend
 from engines.gpu.flashinfer import FlashInferBackend, wrappers_of
 from engines.gpu.varlen import Flash, VarlenBackend
-from engines.kv_cache import KVCache, LayerShape
+from engines.tensors.kv_cache import KVCache, LayerShape
+from tests.support.attention_bench import LAYERS, Bench, Layer, MakeBackend
+from tests.support.engine_harness import DEVICE
 
 QUICK = ("plain", "everything")
 BY_NAME = [

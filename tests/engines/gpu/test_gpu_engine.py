@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_harness import (
+
+from engines.errors import ModelRefused
+from engines.gpu.graphs import DecodeGraphs
+from engines.gpu.lora import SlotTables
+from tests.support.engine_harness import (
     DEVICE,
     DrivenEngine,
     Engines,
@@ -16,10 +20,6 @@ from engine_harness import (
     prompt_of,
     request,
 )
-
-from engines.errors import ModelRefused
-from engines.gpu.graphs import DecodeGraphs
-from engines.gpu.lora import SlotTables
 
 SETTINGS = {"attention": "triton", "device": DEVICE.type, "context_length": 96}
 
@@ -124,8 +124,8 @@ def test_graphs_that_cannot_be_recorded_are_done_without(monkeypatch, caplog) ->
     def refuse(*_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr("engines.gpu.path.repeat", refuse)
-    monkeypatch.setattr("engines.gpu.path.CudaCapture", lambda: refuse)
+    monkeypatch.setattr("engines.compute.device_path.repeat", refuse)
+    monkeypatch.setattr("engines.compute.device_path.CudaCapture", lambda: refuse)
     with caplog.at_level(logging.WARNING), DrivenEngine(engine_config("llama", **SETTINGS)) as engine:
         made = request(prompt_of(20), max_tokens=4, logprobs=0)
         assert_greedy("llama", made, engine.one(made))
@@ -142,7 +142,9 @@ def test_products_of_adapters_that_are_wrong_are_done_without(monkeypatch, caplo
 
 
 def test_kernels_that_compute_something_else_are_refused_where_they_are_demanded(monkeypatch) -> None:
-    monkeypatch.setattr("engines.gpu.path.TritonBackend.attend", lambda self, q, k, v, attention, batch: q * 0)
+    monkeypatch.setattr(
+        "engines.compute.device_path.TritonBackend.attend", lambda self, q, k, v, attention, batch: q * 0
+    )
     with pytest.raises(ModelRefused, match="logits differ"):
         DrivenEngine(engine_config("llama", **SETTINGS))
 
@@ -150,7 +152,7 @@ def test_kernels_that_compute_something_else_are_refused_where_they_are_demanded
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a device")
 @pytest.mark.parametrize("attention", ["triton", "varlen", "flashinfer"])
 def test_without_a_device_they_are_refused(attention: str, monkeypatch) -> None:
-    monkeypatch.setattr("engines.gpu.path.is_interpreted", lambda: False)
+    monkeypatch.setattr("engines.compute.device_path.is_interpreted", lambda: False)
     with pytest.raises(ModelRefused, match=f"attention = '{attention}' needs a CUDA device, not cpu"):
         DrivenEngine(engine_config("llama", **{**SETTINGS, "attention": attention}))
 

@@ -4,16 +4,16 @@ from random import Random
 
 import pytest
 import torch
-from engine_harness import DEVICE, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.batch import Carried, StepBatch
+from engines.compute.runner import NO_SINK
 from engines.gpu.attention import PagedLayout
 from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
-from engines.model_runner import NO_SINK
-from engines.scheduler import Chunk
-from engines.sequence import NO_SLOT, Sequence
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import NO_SLOT, Sequence
+from engines.tensors.batch import Carried, StepBatch
+from tests.support.engine_harness import DEVICE, request
 
 BLOCK, WIDTH = 16, 6
 

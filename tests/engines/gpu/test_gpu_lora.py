@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engine_harness import DEVICE, request
 
+from engines.compute.runner import NO_SINK
 from engines.gpu.lora import SlotTables, laid_out, tiles_of
-from engines.lora.pairs import LoraPair
-from engines.model_runner import NO_SINK
-from engines.scheduler import Chunk
-from engines.sequence import Sequence
+from engines.lora.format.pairs import LoraPair
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence
+from tests.support.engine_harness import DEVICE, request
 
 SLOTS, MODULES, MAX_RANK = 4, 2, 48
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import request
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from engines.model_runner import NO_SINK
-from engines.sampler import Draws, sample
-from engines.sequence import Sequence
+from engines.compute.runner import NO_SINK
+from engines.planning.sequence import Sequence
+from engines.sampling.sampler import Draws, sample
+from tests.support.engine_harness import request
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

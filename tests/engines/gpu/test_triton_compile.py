@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from readme_blocks import ROOT
+
+from tests.support.readme_blocks import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -6,24 +6,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_harness import engine_config, prompt_of, request
-from lora_files import random_model
-from tiny_models import CONFIGS
 from torch import nn
 
-from engines.batch import build_batch
-from engines.block_pool import TRASH_BLOCK
+from engines.compute.runner import NO_SINK, ModelRunner
 from engines.errors import AdapterRefused
 from engines.lora.adaptable import adaptable_targets
 from engines.lora.apply import AdapterModules
 from engines.lora.context import AdapterContext
-from engines.lora.pairs import LoraPair
-from engines.lora.targets import LoraTargets, TargetKind
-from engines.lora.weights import AdapterWeights
-from engines.model_loader import load_model
-from engines.model_runner import NO_SINK, ModelRunner
-from engines.scheduler import Chunk
-from engines.sequence import NO_SLOT, Sequence
+from engines.lora.format.pairs import LoraPair
+from engines.lora.format.targets import LoraTargets, TargetKind
+from engines.lora.format.weights import AdapterWeights
+from engines.model.loader import load_model
+from engines.planning.block_pool import TRASH_BLOCK
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import NO_SLOT, Sequence
+from engines.tensors.batch import build_batch
+from tests.support.engine_harness import engine_config, prompt_of, request
+from tests.support.lora_files import random_model
+from tests.support.tiny_models import CONFIGS
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from lora_files import deltas, load_with_peft, read, targets_of, write_adapter
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +17,8 @@ from transformers import (
 from transformers.models.qwen3_5 import Qwen3_5ForConditionalGeneration
 
 from engines.errors import AdapterRefused
-from engines.lora.targets import LoraTargets
+from engines.lora.format.targets import LoraTargets
+from tests.support.lora_files import deltas, load_with_peft, read, targets_of, write_adapter
 
 R, EXPERTS, HIDDEN, INNER = 4, 4, 64, 48  # as in tiny_models
 LAYER = "base_model.model.model.layers.0"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.lora.patterns import MAX_PATTERN_CHARACTERS, Budget, Pattern, PatternRefused
+from engines.lora.format.patterns import MAX_PATTERN_CHARACTERS, Budget, Pattern, PatternRefused
 
 NAMES = (
     "model.layers.0.self_attn.q_proj",

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_files import random_model, read, save_with_peft, targets_of, write_adapter
 from peft import LoraConfig
 
 from engines.errors import AdapterRefused
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE
-from engines.lora.targets import LoraTargets
-from engines.lora.weights import read_adapter
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
+from engines.lora.format.targets import LoraTargets
+from engines.lora.format.weights import read_adapter
 from engines.protocol import Adapter
+from tests.support.lora_files import random_model, read, save_with_peft, targets_of, write_adapter
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 LIMITS = {"max_rank": 64, "max_bytes": 1 << 20}

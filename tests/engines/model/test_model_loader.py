@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import DrivenEngine, engine_config, model_folder, prompt_of, reference_logits, request
-from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
 from engines.errors import ModelRefused
-from engines.model_loader import load_model, pick_device, split_gguf
+from engines.model.loader import load_model, pick_device, split_gguf
+from tests.support.engine_harness import DrivenEngine, engine_config, model_folder, prompt_of, reference_logits, request
+from tests.support.tiny_gguf import write_gguf
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])

@@ -6,21 +6,21 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_bench import BLOCK, NUM_BLOCKS, Layer, text
-from engine_harness import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lora_files import random_model
 from torch import nn
 
 from engines.attention.exact import ExactBackend
-from engines.batch import build_batch
-from engines.exact import TILE_ROWS, RowTiles, in_tiles
-from engines.kv_cache import KVCache, LayerShape
 from engines.lora.context import AdapterContext
 from engines.lora.experts import Experts
-from engines.packed_linear import PackedLinear
-from engines.scheduler import Chunk
+from engines.model.packed_linear import PackedLinear
+from engines.model.row_tiles import TILE_ROWS, RowTiles, in_tiles
+from engines.planning.scheduler import Chunk
+from engines.tensors.batch import build_batch
+from engines.tensors.kv_cache import KVCache, LayerShape
+from tests.support.attention_bench import BLOCK, NUM_BLOCKS, Layer, text
+from tests.support.engine_harness import DEVICE
+from tests.support.lora_files import random_model
 
 ROWS = 70
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import (
+from torch import nn
+
+from engines.compute import self_test
+from engines.compute.runner import ModelRunner
+from engines.errors import ModelRefused
+from engines.model.loader import load_model
+from engines.native.build import library_path
+from engines.native.structure import Unsupported, read_structure
+from tests.support.engine_harness import (
     DrivenEngine,
     Result,
     adapter,
@@ -19,16 +27,8 @@ from engine_harness import (
     reference_greedy,
     request,
 )
-from torch import nn
 
-from engines import self_test
-from engines.errors import ModelRefused
-from engines.model_loader import load_model
-from engines.model_runner import ModelRunner
-from engines.native.build import library_path
-from engines.native.structure import Unsupported, read_structure
-
-SOURCES = Path(__file__).parent.parent / "engines" / "native" / "src"
+SOURCES = Path(__file__).parents[3] / "engines" / "native" / "src"
 MODELS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")
 KINDS = (None, "q-v", "all", "head", "embedding", "wide")
 BUILDS = {"native": None, "no-amx": ("-march=native", "-mno-amx-bf16"), "baseline": ()}

@@ -11,7 +11,7 @@ import torch
 
 from engines.native.build import BuildFailed, library_path
 
-SOURCES = Path(__file__).parent.parent / "engines" / "native" / "src"
+SOURCES = Path(__file__).parents[3] / "engines" / "native" / "src"
 
 # Small functions around the sources' static ones, so that they can be called alone.
 PROBES = """

@@ -12,7 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.compute.runner import NO_SINK, ModelRunner
+from engines.config import EngineConfig
+from engines.errors import AdapterRefused, EngineError, EngineStopped, ModelRefused
+from engines.lora.format.pairs import LoraPair
+from engines.lora.shards import Shards
+from engines.parallel.messages import ChunkMessage
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import Sequence
+from engines.protocol import GenerateRequest, SamplingParams
+from engines.tensors.batch import build_batch
+from engines.torch_engine import TorchEngine
+from serve_app.cli.processes import command_line
+from tests.support.engine_harness import (
     Collector,
     DrivenEngine,
     adapter,
@@ -25,22 +40,7 @@ from engine_harness import (
     prompt_of,
     request,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from waiting import eventually
-
-from engines.batch import build_batch
-from engines.config import EngineConfig
-from engines.errors import AdapterRefused, EngineError, EngineStopped, ModelRefused
-from engines.lora.pairs import LoraPair
-from engines.model_runner import NO_SINK, ModelRunner
-from engines.parallel.messages import ChunkMessage
-from engines.parallel.shards import Shards
-from engines.protocol import GenerateRequest, SamplingParams
-from engines.scheduler import Chunk
-from engines.sequence import Sequence
-from engines.torch_engine import TorchEngine
-from serve_app.processes import command_line
+from tests.support.waiting import eventually
 
 TWO = {"tensor_parallel": 2, "attention": "sdpa"}
 
@@ -162,7 +162,7 @@ def test_nobody_outlives_a_leader_that_is_killed(tmp_path: Path) -> None:
             time.sleep(600)
         """)
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True, env=environment) as leader:
         assert leader.stdout is not None
         pids = [int(pid) for pid in leader.stdout.readline().split()]

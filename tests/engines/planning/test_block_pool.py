@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engines.block_pool import TRASH_BLOCK, BlockPool, prefix_hash, salt_hash
+from engines.planning.block_pool import TRASH_BLOCK, BlockPool, prefix_hash, salt_hash
 
 KEYS = [salt_hash(str(i)) for i in range(6)]
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 
-from engine_harness import request
-
-from engines import fair_queue
-from engines.fair_queue import FairQueue
-from engines.model_runner import NO_SINK
+from engines.compute.runner import NO_SINK
+from engines.planning import fair_queue
+from engines.planning.fair_queue import FairQueue
+from engines.planning.sequence import Sequence
 from engines.protocol import Adapter
-from engines.sequence import Sequence
+from tests.support.engine_harness import request
 
 
 def waiting(tenant: str = "", adapter: str = "") -> Sequence:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.pace import PrefillPace
+from engines.planning.prefill_pace import PrefillPace
 
 
 def paced(decode_s: Sequence[float], prefills: Sequence[tuple[int, float]], *, limit: int = 256) -> PrefillPace:

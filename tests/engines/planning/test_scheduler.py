@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_drive import BLOCK, Drive, Slots, drive, sequence_of
 
-from engines.scheduler import BYPASS_LIMIT, SCORED_TOKENS
-from engines.sequence import Sequence
+from engines.planning.scheduler import BYPASS_LIMIT, SCORED_TOKENS
+from engines.planning.sequence import Sequence
+from tests.support.scheduler_drive import BLOCK, Drive, Slots, drive, sequence_of
 
 LONGEST = 6 * BLOCK
 

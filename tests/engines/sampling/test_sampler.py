@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -19,10 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engines import sampler
-from engines.model_runner import NO_SINK
-from engines.sampler import Draws, Sampled, prompt_logprobs, sample, uniform
-from engines.sequence import Sequence as Generation
+from engines.compute.runner import NO_SINK
+from engines.planning.sequence import Sequence as Generation
+from engines.sampling import sampler
+from engines.sampling.sampler import Draws, Sampled, prompt_logprobs, sample, uniform
+from tests.support.engine_harness import request
 
 DRAWS = 2000
 

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 import torch
-from engine_harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.batch import StepBatch, build_batch, wanted_rows
-from engines.block_pool import TRASH_BLOCK
-from engines.model_runner import NO_SINK
-from engines.scheduler import Chunk
-from engines.sequence import NO_SLOT
-from engines.sequence import Sequence as Generation
+from engines.compute.runner import NO_SINK
+from engines.planning.block_pool import TRASH_BLOCK
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import NO_SLOT
+from engines.planning.sequence import Sequence as Generation
+from engines.tensors.batch import StepBatch, build_batch, wanted_rows
+from tests.support.engine_harness import request
 
 CPU = torch.device("cpu")
 BLOCK = 16

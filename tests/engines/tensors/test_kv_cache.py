@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import ModelRefused
-from engines.kv_cache import KVCache, LayerShape, blocks_for, free_memory
+from engines.tensors.kv_cache import KVCache, LayerShape, blocks_for, free_memory
 
 SHAPES = {0: LayerShape(2, 8, 8, torch.float32), 1: LayerShape(4, 12, 4, torch.bfloat16)}
 BLOCK_BYTES = 16 * (2 * 16 * 4 + 4 * 16 * 2)

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from serve_app.auth import Keyring, hash_key, new_key
-from serve_app.config import KeyConfig, KeyLimits, LimitsConfig
+from serve_app.access.auth import Keyring, hash_key, new_key
+from serve_app.config.service import KeyConfig, KeyLimits, LimitsConfig
 from serve_app.errors import ConfigRefused, NotAuthenticated
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

@@ -4,10 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from serve_app.auth import Caller
-from serve_app.config import KeyLimits
+from serve_app.access.auth import Caller
+from serve_app.access.limits import Limiter
+from serve_app.config.service import KeyLimits
 from serve_app.errors import LimitReached
-from serve_app.limits import Limiter
 
 
 class Clock:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import make_tokenizer
 
 from engines.protocol import FinishReason, TokenDelta, TokenLogprob
 from renderers import registry
-from renderers.detokenize import token_table
 from renderers.messages import Conversation, Message, Role, TextPart
-from serve_app.response import PlainParser, Reply, TextReader, WholeReply, fold
+from renderers.replies.detokenize import token_table
+from serve_app.api.reply import PlainParser, Reply, TextReader, WholeReply, fold
+from tests.support.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 TABLE = token_table(TOKENIZER)

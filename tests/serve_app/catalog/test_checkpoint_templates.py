@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, fields
 from typing import ParamSpec, TypeVar
 
 import pytest
-from harness import CHAT, CONTEXT, RunningEdge, StoredCheckpoint
 
 from renderers.base import Renderer
-from serve_app.config import ModelConfig
+from serve_app.catalog.checkpoint_templates import OwnTemplates
+from serve_app.catalog.served_model import ServedModel, load_model
+from serve_app.config.service import ModelConfig
 from serve_app.errors import CheckpointRefused
-from serve_app.own_templates import OwnTemplates
-from serve_app.served_model import ServedModel, load_model
 from serve_app.workers import Workers
+from tests.support.harness import CHAT, CONTEXT, RunningEdge, StoredCheckpoint
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,7 +8,19 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from checkpoint_files import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
+from engines.protocol import Adapter
+from serve_app.errors import (
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CheckpointRefused,
+    ModelNotFound,
+    to_http,
+)
+from tests.support.checkpoint_files import (
     BASE,
     PATH,
     config,
@@ -23,18 +35,6 @@ from checkpoint_files import (
     weights,
     write,
     write_tar,
-)
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE
-from engines.protocol import Adapter
-from serve_app.errors import (
-    CheckpointIncomplete,
-    CheckpointNotFound,
-    CheckpointRefused,
-    ModelNotFound,
-    to_http,
 )
 
 

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_files import digest, files
 
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
+from tests.support.checkpoint_files import digest, files
 
 SIZE = sum(len(content) for content in files().values())
 

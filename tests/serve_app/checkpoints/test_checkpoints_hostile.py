@@ -6,10 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from checkpoint_files import PATH, config, digest, files, folder, later, opened_store, resolve, run, weights, write
 
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE
-from serve_app.checkpoints.beneath import LeavesRoot, opened
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
+from serve_app.checkpoints.root_folder import LeavesRoot, opened
 from serve_app.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
@@ -18,6 +17,19 @@ from serve_app.errors import (
     InvalidRequest,
 )
 from serve_app.model_id import CheckpointPath
+from tests.support.checkpoint_files import (
+    PATH,
+    config,
+    digest,
+    files,
+    folder,
+    later,
+    opened_store,
+    resolve,
+    run,
+    weights,
+    write,
+)
 
 pytestmark = pytest.mark.timeout(60)
 

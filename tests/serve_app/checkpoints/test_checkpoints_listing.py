@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import fsspec
-from checkpoint_files import PATH, config, digest, files, opened_store, run, tar_bytes, write, write_tar
 from fsspec.implementations.memory import MemoryFileSystem
 
-from engines.lora.digest import CONFIG_FILE
+from engines.lora.format.digest import CONFIG_FILE
 from serve_app.checkpoints import CheckpointStore, Listing
 from serve_app.checkpoints.listing import Search, merge, search_folder
 from serve_app.model_id import CheckpointPath
+from tests.support.checkpoint_files import PATH, config, digest, files, opened_store, run, tar_bytes, write, write_tar
 
 
 def _list(*roots: Path | str, owner: str | None = None, cache: Path) -> Listing:

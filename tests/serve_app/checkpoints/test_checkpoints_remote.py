@@ -12,7 +12,19 @@ from typing import ClassVar
 
 import fsspec
 import pytest
-from checkpoint_files import (
+from fsspec.implementations.memory import MemoryFileSystem
+
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
+from serve_app.checkpoints import Checkpoint, CheckpointStore
+from serve_app.errors import (
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CheckpointRefused,
+    CheckpointUnavailable,
+    ConfigRefused,
+)
+from serve_app.model_id import CheckpointPath
+from tests.support.checkpoint_files import (
     PATH,
     assert_never_raised_twice,
     config,
@@ -25,18 +37,6 @@ from checkpoint_files import (
     write,
     write_tar,
 )
-from fsspec.implementations.memory import MemoryFileSystem
-
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE
-from serve_app.checkpoints import Checkpoint, CheckpointStore
-from serve_app.errors import (
-    CheckpointIncomplete,
-    CheckpointNotFound,
-    CheckpointRefused,
-    CheckpointUnavailable,
-    ConfigRefused,
-)
-from serve_app.model_id import CheckpointPath
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,7 +6,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from checkpoint_files import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
+from serve_app.checkpoints import Checkpoint, CheckpointStore
+from serve_app.errors import (
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointRefused,
+    InvalidRequest,
+)
+from serve_app.model_id import CheckpointPath
+from tests.support.checkpoint_files import (
     PATH,
     assert_never_raised_twice,
     config,
@@ -20,18 +32,6 @@ from checkpoint_files import (
     weights,
     write,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE
-from serve_app.checkpoints import Checkpoint, CheckpointStore
-from serve_app.errors import (
-    CheckpointError,
-    CheckpointIncomplete,
-    CheckpointRefused,
-    InvalidRequest,
-)
-from serve_app.model_id import CheckpointPath
 
 
 @pytest.fixture

@@ -9,7 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint_files import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
+from serve_app.checkpoints.tar import TarRefused, TarTruncated, TarWrong, known_files
+from serve_app.errors import CheckpointIncomplete, CheckpointNotFound, CheckpointRefused, CheckpointUnavailable
+from tests.support.checkpoint_files import (
     PATH,
     config,
     digest,
@@ -24,12 +30,6 @@ from checkpoint_files import (
     write,
     write_tar,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from engines.lora.digest import CONFIG_FILE, WEIGHTS_FILE
-from serve_app.checkpoints.tar import TarRefused, TarTruncated, TarWrong, known_files
-from serve_app.errors import CheckpointIncomplete, CheckpointNotFound, CheckpointRefused, CheckpointUnavailable
 
 
 @pytest.fixture

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import BASE, CHAT, KEY, RunningEdge
 
-from serve_app.auth import hash_key
-from serve_app.cli import main
-from serve_app.client import Client, ServiceRefused
-from serve_app.config import KeyConfig, KeyLimits
-from serve_app.deploy_config import load_deploy_config
-from serve_app.launch import welcome
+from serve_app.access.auth import hash_key
+from serve_app.cli.client import Client, ServiceRefused
+from serve_app.cli.commands import main
+from serve_app.cli.launch import welcome
+from serve_app.config.deploy import load_deploy_config
+from serve_app.config.service import KeyConfig, KeyLimits
+from tests.support.harness import BASE, CHAT, KEY, RunningEdge
 
-pytest_plugins = ("edge_fixtures",)
-ROOT = Path(__file__).parent.parent
+pytest_plugins = ("tests.support.edge_fixtures",)
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

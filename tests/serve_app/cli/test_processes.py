@@ -6,7 +6,7 @@ import textwrap
 
 BEFORE = """
 import os, signal, subprocess, sys, time
-from serve_app.processes import adopt_orphans, command_line, descendants, end_descendants
+from serve_app.cli.processes import adopt_orphans, command_line, descendants, end_descendants
 
 def start(code):
     child = subprocess.Popen([sys.executable, "-c", "import os, signal, sys, time\\n" + code], stdout=subprocess.PIPE)

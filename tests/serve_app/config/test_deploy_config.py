@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.deploy_config import DEMO_KEY, DeployConfig, free_port, is_free, load_deploy_config, require_free
+from serve_app.config.deploy import DEMO_KEY, DeployConfig, free_port, is_free, load_deploy_config, require_free
 from serve_app.errors import ConfigRefused
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 STATS_PORT = "RAY_SERVE_HAPROXY_STATS_PORT"
 
 

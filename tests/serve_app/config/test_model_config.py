@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from engines.config import EngineConfig
-from serve_app.api_config import parse_api_args
+from serve_app.config.api import parse_api_args
+from serve_app.config.model import ModelArgs, parse_model_args
+from serve_app.config.paths import resolve_path, resolve_source
 from serve_app.errors import ConfigRefused
-from serve_app.model_config import ModelArgs, parse_model_args
-from serve_app.paths import resolve_path, resolve_source
 
 MINIMAL = {"id": "m", "source": "owner/model"}
 NOT_ARGUMENTS = {"source", "device"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.config import KeyConfig, is_expired, key_digest, parse_config
+from serve_app.config.service import KeyConfig, is_expired, key_digest, parse_config
 from serve_app.errors import ConfigRefused
 
 MODEL = {"id": "a/b", "app": "a", "source": "/models/a"}

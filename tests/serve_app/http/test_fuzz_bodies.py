@@ -6,17 +6,17 @@ import re
 from typing import Any
 
 import pytest
-from harness import BASE, CHAT, PLAIN, RunningEdge
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from serve_app.body import parse_object
+from serve_app.api.schema.chat import ChatBody
+from serve_app.api.schema.completion import CompletionBody
+from serve_app.api.schema.sampling import parse_body
 from serve_app.errors import InvalidRequest
-from serve_app.schema.chat import ChatBody
-from serve_app.schema.completion import CompletionBody
-from serve_app.schema.sampling import parse_body
+from serve_app.http.body import parse_object
+from tests.support.harness import BASE, CHAT, PLAIN, RunningEdge
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 RUN = settings(
     max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -10,14 +10,15 @@ import httpx
 import openai
 import pytest
 import requests
-from harness import BASE, KEY, RunningEdge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
-from wire import error, post_head
 
-pytest_plugins = ("edge_fixtures",)
+from tests.support.harness import BASE, KEY, RunningEdge
+from tests.support.wire import error, post_head
+
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 RUN = settings(
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

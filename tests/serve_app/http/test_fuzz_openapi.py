@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import schemathesis
-from harness import BASE, CHAT, KEY, PLAIN, RunningEdge
 from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import Status, events, from_schema
 
-from serve_app.schema.input_types import TOKEN_ID_MAX
+from serve_app.api.schema.input_types import TOKEN_ID_MAX
+from tests.support.harness import BASE, CHAT, KEY, PLAIN, RunningEdge
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 CONFIG: dict[str, Any] = {
     "seed": 1,

@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from harness import BASE, RunningEdge
 from starlette.types import Message, Receive, Scope, Send
-from waiting import eventually
-from wire import error, post_head, read_response
 
-from serve_app.body import parse_object
 from serve_app.errors import InvalidRequest
-from serve_app.linger import Linger
+from serve_app.http.body import parse_object
+from serve_app.http.early_answer import Linger
+from tests.support.harness import BASE, RunningEdge
+from tests.support.waiting import eventually
+from tests.support.wire import error, post_head, read_response
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 JSON = "content-type: application/json"
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness import CHAT, PLAIN, RunningEdge, StoredCheckpoint
 
-from serve_app.schema.chat import ChatBody
+from serve_app.api.schema.chat import ChatBody
+from tests.support.harness import CHAT, PLAIN, RunningEdge, StoredCheckpoint
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}

@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
-from harness import BASE, CHAT, PLAIN, RunningEdge
-from wire import named, refused
 
-pytest_plugins = ("edge_fixtures",)
+from tests.support.harness import BASE, CHAT, PLAIN, RunningEdge
+from tests.support.wire import named, refused
+
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}

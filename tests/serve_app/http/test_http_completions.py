@@ -4,11 +4,11 @@ import math
 from typing import Any
 
 import pytest
-from harness import BASE, CHAT, RunningEdge
 
 from engines.protocol import SamplingParams
+from tests.support.harness import BASE, CHAT, RunningEdge
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 
 def choice(edge: RunningEdge, prompt: Any = "hi", **fields: Any) -> Any:

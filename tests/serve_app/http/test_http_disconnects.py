@@ -6,13 +6,13 @@ import random
 from typing import Any
 
 import pytest
-from harness import BASE, CHAT, RunningEdge
-from waiting import eventually
-from wire import post_head
 
-from serve_app.usage import Outcome
+from serve_app.api.record import Outcome
+from tests.support.harness import BASE, CHAT, RunningEdge
+from tests.support.waiting import eventually
+from tests.support.wire import post_head
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 
 def request(path: str = "/v1/completions", **fields: Any) -> bytes:

@@ -10,15 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from harness import BASE, CONTEXT, KEY, RunningEdge, config_for, running_edge
-from waiting import eventually
-from wire import error, post_head
 
 from engines.errors import AdapterUnavailable, EngineStopped, QueueFull, RequestRefused
 from engines.fake import FakeConfig
-from serve_app.usage import Outcome
+from serve_app.api.record import Outcome
+from tests.support.harness import BASE, CONTEXT, KEY, RunningEdge, config_for, running_edge
+from tests.support.waiting import eventually
+from tests.support.wire import error, post_head
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 
 @pytest.fixture

@@ -3,11 +3,12 @@
 import json
 from typing import Any
 
-from harness import BASE, CHAT, PLAIN, RunningEdge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest_plugins = ("edge_fixtures",)
+from tests.support.harness import BASE, CHAT, PLAIN, RunningEdge
+
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 RUN = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCALARS = (

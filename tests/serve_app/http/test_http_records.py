@@ -6,13 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import BASE, CHAT, KEY, RunningEdge, StoredCheckpoint
 
 from engines.errors import AdapterChanged, EngineStopped, NonFiniteLogits
 from engines.protocol import GenerateRequest
-from serve_app.usage import Outcome, RequestRecord
+from serve_app.api.record import Outcome, RequestRecord
+from tests.support.harness import BASE, CHAT, KEY, RunningEdge, StoredCheckpoint
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 
 def last_record(edge: RunningEdge) -> RequestRecord:

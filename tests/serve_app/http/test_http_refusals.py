@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from harness import BASE, CHAT, OTHER_KEY, RunningEdge, StoredCheckpoint
-from wire import error, named, refused
 
 from serve_app.errors import CheckpointIncomplete, CheckpointRefused, CheckpointUnavailable
+from tests.support.harness import BASE, CHAT, OTHER_KEY, RunningEdge, StoredCheckpoint
+from tests.support.wire import error, named, refused
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 PATH = "tinker://run:train:0/sampler_weights/000080"
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import openai
 import pytest
-from harness import BASE, CHAT, KEEP_ALIVE_S, KEY, RunningEdge
-from wire import error, post_head
 
 from engines.errors import EngineStopped, NonFiniteLogits, QueueFull
-from serve_app.usage import Outcome
+from serve_app.api.record import Outcome
+from tests.support.harness import BASE, CHAT, KEEP_ALIVE_S, KEY, RunningEdge
+from tests.support.wire import error, post_head
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -6,10 +6,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from harness import BASE, CHAT, KEY, OTHER_KEY, RunningEdge, StoredCheckpoint
-from wire import error, exchange, post_head, read_response
 
-pytest_plugins = ("edge_fixtures",)
+from tests.support.harness import BASE, CHAT, KEY, OTHER_KEY, RunningEdge, StoredCheckpoint
+from tests.support.wire import error, exchange, post_head, read_response
+
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 BODY = {"model": BASE, "prompt": "hi", "max_tokens": 1}
 

@@ -7,23 +7,23 @@ from typing import Any
 import jsonschema_rs
 import openapi_spec_validator
 import pytest
-from harness import BASE, CHAT, RunningEdge, StoredCheckpoint
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from starlette.routing import Route
 
-from serve_app.body import parse_object
-from serve_app.config import LimitsConfig
+from serve_app.api.body_limits import check_sizes
+from serve_app.api.schema.chat import ChatBody
+from serve_app.api.schema.completion import CompletionBody
+from serve_app.api.schema.sampling import parse_body
+from serve_app.config.service import LimitsConfig
 from serve_app.errors import InvalidRequest
-from serve_app.http_app import PREFIXES, build_http_app
-from serve_app.openapi import describe_api
-from serve_app.schema.chat import ChatBody
-from serve_app.schema.completion import CompletionBody
-from serve_app.schema.sampling import parse_body
-from serve_app.sizes import check_sizes
+from serve_app.http.app import PREFIXES, build_http_app
+from serve_app.http.body import parse_object
+from serve_app.http.openapi import describe_api
+from tests.support.harness import BASE, CHAT, RunningEdge, StoredCheckpoint
 
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 LIMITS = LimitsConfig(messages=3, tools=2, stop_sequences=2, stop_length=4, logit_bias_entries=2)
 DOCUMENT = json.loads(describe_api(LIMITS))

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import (
+
+from engines.errors import AdapterChanged, EngineError
+from engines.fake import FakeConfig
+from engines.protocol import Adapter, GenerateRequest
+from serve_app.catalog.catalog import Catalog
+from serve_app.catalog.served_model import load_model
+from serve_app.config.service import CheckpointsConfig, ModelConfig
+from serve_app.errors import ConfigRefused
+from serve_app.http.service import Service
+from serve_app.replicas.in_process import LocalReplicas
+from tests.support.harness import (
     BASE,
     CHAT,
     CONTEXT,
@@ -21,19 +31,9 @@ from harness import (
     config_for,
     running_edge,
 )
-from tiny_tokenizer import save_model_folder
+from tests.support.tiny_tokenizer import save_model_folder
 
-from engines.errors import AdapterChanged, EngineError
-from engines.fake import FakeConfig
-from engines.protocol import Adapter, GenerateRequest
-from serve_app.catalog import Catalog
-from serve_app.config import CheckpointsConfig, ModelConfig
-from serve_app.errors import ConfigRefused
-from serve_app.local_replicas import LocalReplicas
-from serve_app.served_model import load_model
-from serve_app.service import Service
-
-pytest_plugins = ("edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 
 def test_keys_and_models_change_without_a_restart(edge: RunningEdge) -> None:

@@ -19,11 +19,12 @@ from engines.protocol import (
     TokenDelta,
     TokenLogprob,
 )
-from serve_app import channel, uplink
-from serve_app.channel import Endpoint, Listener, Stream
 from serve_app.errors import ClientTooSlow, ReplicaLost
-from serve_app.frames import encode_event, encode_frame, encode_hello
-from serve_app.uplink import Links, run_request
+from serve_app.replicas.channel import link as uplink
+from serve_app.replicas.channel import listener as channel
+from serve_app.replicas.channel.frames import encode_event, encode_frame, encode_hello
+from serve_app.replicas.channel.link import Links, run_request
+from serve_app.replicas.channel.listener import Endpoint, Listener, Stream
 
 
 @dataclass

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engines import errors
 from engines.protocol import FinishReason, TokenDelta, TokenLogprob
-from serve_app import frames
+from serve_app.replicas.channel import frames
 
 token_ids = st.integers(0, 2**31 - 1)
 numbers = st.floats(allow_nan=False, max_value=0)

@@ -11,10 +11,10 @@ import pytest
 from engines.errors import EngineStopped, QueueFull
 from engines.fake import FakeConfig, FakeEngine
 from engines.protocol import FinishReason, GenerateRequest, SamplingParams, TokenDelta
-from serve_app.answer import affinity_of
+from serve_app.api.answer import affinity_of
 from serve_app.errors import FirstTokenTimeout, NoReplica, ReplicaLost
-from serve_app.generation import opened
-from serve_app.local_replicas import LocalReplicas
+from serve_app.replicas.generation import opened
+from serve_app.replicas.in_process import LocalReplicas
 from serve_app.workers import Workers
 
 T = TypeVar("T")

@@ -13,11 +13,11 @@ from ray.serve.exceptions import (
 
 from engines.errors import QueueFull, RequestRefused
 from engines.protocol import GenerateRequest, SamplingParams
-from serve_app.channel import Listener
 from serve_app.errors import NoReplica, ReplicaLost, to_http
-from serve_app.model_watch import ModelWatch
-from serve_app.ray_replicas import RayReplicas, translated
-from serve_app.roster import Roster
+from serve_app.replicas.channel.listener import Listener
+from serve_app.replicas.over_ray import RayReplicas, translated
+from serve_app.replicas.readiness import ModelWatch
+from serve_app.replicas.roster import Roster
 
 
 def as_task_error(cause: Exception) -> Exception:

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from serve_app.model_watch import AppStatus, ModelWatch
-from serve_app.roster import ReplicaState, Roster
+from serve_app.replicas.readiness import AppStatus, ModelWatch
+from serve_app.replicas.roster import ReplicaState, Roster
 
 HEALTHY = AppStatus("RUNNING", "HEALTHY", running=1)
 ASLEEP = AppStatus("RUNNING", "HEALTHY", running=0)
@@ -87,7 +87,7 @@ def test_the_controller_is_not_asked_while_replicas_are_up():
 
 
 def test_the_controller_is_asked_once_for_all_who_want_to_know_within_an_interval(monkeypatch):
-    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 1e6)
+    monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 1e6)
 
     async def main() -> None:
         controller = Controller({"m": ASLEEP, "n": ASLEEP})
@@ -95,7 +95,7 @@ def test_the_controller_is_asked_once_for_all_who_want_to_know_within_an_interva
         await asyncio.gather(*(watch.look(["m", "n"]) for _ in range(10)))
         assert controller.asked == 1
         assert watch.why_not_ready("n") is None
-        monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0)
+        monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 0)
         controller.statuses = {"m": HEALTHY}
         await watch.look(["m"])
         assert watch.why_not_ready("m") == "no replica is up"
@@ -105,7 +105,7 @@ def test_the_controller_is_asked_once_for_all_who_want_to_know_within_an_interva
 
 def test_a_model_that_has_just_gone_to_sleep_is_ready_at_once(monkeypatch):
     """What the controller said while it ran does not count, however new it is."""
-    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 1e6)
+    monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 1e6)
 
     async def main() -> None:
         controller = Controller({"m": HEALTHY})
@@ -133,13 +133,13 @@ def test_what_the_controller_said_before_the_replicas_came_does_not_count_once_t
 
 
 def test_a_controller_that_does_not_answer_changes_nothing_that_was_known(monkeypatch):
-    monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 1e6)
+    monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 1e6)
 
     async def main() -> None:
         controller = Controller({"m": ASLEEP})
         watch, _ = await looked(controller, ())
         controller.error = ConnectionError("the controller restarts")
-        monkeypatch.setattr("serve_app.model_watch._INTERVAL_S", 0.01)
+        monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 0.01)
         while controller.asked < 3:
             await watch.look(["m"])
         assert watch.why_not_ready("m") is None
@@ -148,7 +148,7 @@ def test_a_controller_that_does_not_answer_changes_nothing_that_was_known(monkey
 
 
 def test_nobody_waits_for_a_controller_that_hangs(monkeypatch):
-    monkeypatch.setattr("serve_app.model_watch._PATIENCE_S", 0.05)
+    monkeypatch.setattr("serve_app.replicas.readiness._PATIENCE_S", 0.05)
     hangs = threading.Event()
 
     async def main() -> None:
@@ -156,7 +156,7 @@ def test_nobody_waits_for_a_controller_that_hangs(monkeypatch):
         await asyncio.gather(watch.look(["m"]), watch.look(["m"]))
         assert watch.why_not_ready("m") == "its state is not known yet"
         hangs.set()
-        monkeypatch.setattr("serve_app.model_watch._PATIENCE_S", 10)
+        monkeypatch.setattr("serve_app.replicas.readiness._PATIENCE_S", 10)
         await watch.look(["m"])
         assert watch.why_not_ready("m") is None
 

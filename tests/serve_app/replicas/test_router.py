@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.router import Candidate, Patience, Wish, choose
+from serve_app.replicas.router import Candidate, Patience, Wish, choose
 
 PATIENCE = Patience(factor=1.5, least=4)
 IDLE = [Candidate(f"replica-{n}", load=0, capacity=100) for n in range(4)]

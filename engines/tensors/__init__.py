@@ -1,0 +1,1 @@
+"""What a step computes on: the batch, the KV cache, transfers between host and device."""

@@ -1,0 +1,1 @@
+"""One file per model family: messages to token ids and back."""

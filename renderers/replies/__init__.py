@@ -1,0 +1,1 @@
+"""Token ids to text and events: detokenising, stop strings, tags."""

@@ -1,0 +1,1 @@
+"""Who may do what, and how much of it: keys and their limits."""

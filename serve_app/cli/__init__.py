@@ -1,0 +1,1 @@
+"""`python -m serve_app`: check, up, chat, keys, models, checkpoints, render."""

@@ -1,0 +1,1 @@
+"""The configuration as frozen values: `service` (user_config), `api` and `model` (args), `deploy` (the file)."""
