@@ -4,8 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
 from typing import Protocol
@@ -15,10 +14,10 @@ import torch
 from engines.errors import AdapterError, EngineError, EngineStopped, NonFiniteLogits
 from engines.planning.prefill_pace import PrefillPace
 from engines.planning.scheduler import Chunk, Scheduler, StepPlan
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import Adapter, FinishReason, TokenDelta, TokenLogprob
 from engines.sampling.sampler import Sampled
-from engines.sampling.step_results import Outcome, Outcomes, rows_of_chunks
+from engines.sampling.step_results import Outcomes, StepResult, rows_of_chunks
 from engines.tensors.batch import Carried, StepBatch
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ _POLL_S = 0.05
 """How often the loop looks at running adapter loads while nothing else can run."""
 
 Event = TokenDelta | EngineError
-Emit = Callable[[SequenceOf[tuple[Sequence, Event]]], None]
+Emit = Callable[[Sequence[tuple[TokenSequence, Event]]], None]
 Command = Callable[["EngineLoop"], None]
 
 
@@ -36,12 +35,10 @@ class Runner(Protocol):
 
     repeatable: bool
 
-    def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
+    def forward(self, chunks: Sequence[Chunk]) -> tuple[StepBatch, torch.Tensor]:
         """The batch, and logits [wanted rows, vocab]."""
 
-    def decode(
-        self, chunks: SequenceOf[Chunk], carried: Carried | None = None
-    ) -> tuple[StepBatch, torch.Tensor] | None:
+    def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
         """As `forward`, for chunks of one token after which the next is drawn, the tokens themselves perhaps `carried`,
         and in their order. Does not wait for the device; None where that is not possible.
         """
@@ -50,7 +47,7 @@ class Runner(Protocol):
         """Compute something that depends on no request; raises whatever it raises."""
 
 
-class Adapters(Protocol):
+class AdapterLoads(Protocol):
     """What the loop needs of the adapter cache beyond what the scheduler does."""
 
     def want(self, adapter: Adapter) -> None: ...
@@ -87,7 +84,7 @@ class EngineLoop:
 
     runner: Runner
     scheduler: Scheduler
-    adapters: Adapters
+    adapters: AdapterLoads
     emit: Emit
     on_end: Callable[[EngineStopped], None]
     pace: PrefillPace | None = None
@@ -96,7 +93,7 @@ class EngineLoop:
     last_progress: float = field(default_factory=time.monotonic)
     _commands: deque[Command] = field(default_factory=deque)
     _wake: Condition = field(default_factory=Condition)
-    _sequences: dict[str, Sequence] = field(default_factory=dict)
+    _sequences: dict[str, TokenSequence] = field(default_factory=dict)
     _flight: Outcomes | None = None
     _stopping: bool = False
     _ended: bool = False
@@ -116,7 +113,7 @@ class EngineLoop:
 
         self.post(command)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """A command: queue a request."""
         if self.scheduler.is_idle:
             self.last_progress = time.monotonic()
@@ -181,11 +178,11 @@ class EngineLoop:
         """Two forwards, not one: on the CPU the kernels for few rows and for many differ, also in their rounding, and
         the tokens of those who decode need not wait for the prefill.
         """
-        failures: list[tuple[Sequence, EngineError]] = []
+        failures: list[tuple[TokenSequence, EngineError]] = []
         progressed = [self._timed(chunks, failures) for chunks in (plan.decode, plan.prefill) if chunks]
         self._conclude(failures, any(progressed))
 
-    def _conclude(self, failures: list[tuple[Sequence, EngineError]], progressed: bool) -> None:
+    def _conclude(self, failures: list[tuple[TokenSequence, EngineError]], progressed: bool) -> None:
         if not progressed:
             # Every request of the step failed: is it they, or the device? If this raises, the engine is broken, and
             # they end as all others do.
@@ -199,9 +196,9 @@ class EngineLoop:
         """
         ahead = self._decode_ahead(flight)
         self._flight = None
-        failures: list[tuple[Sequence, EngineError]] = []
+        failures: list[tuple[TokenSequence, EngineError]] = []
         live = [chunk for chunk in flight.chunks if self._is_live(chunk.sequence)]
-        outcomes: list[Outcome] | None = None
+        outcomes: list[StepResult] | None = None
         try:
             outcomes = flight.collect()
         except Exception:
@@ -222,9 +219,7 @@ class EngineLoop:
         places, chunks = zip(*following, strict=True)
         return self._decode(chunks, flight.carried(places))
 
-    def _decode(
-        self, chunks: SequenceOf[Chunk], carried: Carried | None = None
-    ) -> tuple[StepBatch, torch.Tensor] | None:
+    def _decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
         """Without waiting for the device. None where that cannot be, or fails: `_compute` will find out whose fault it
         was.
         """
@@ -235,7 +230,7 @@ class EngineLoop:
             return None
 
     def _draw(
-        self, decoded: tuple[StepBatch, torch.Tensor] | None, without: Collection[Sequence] = ()
+        self, decoded: tuple[StepBatch, torch.Tensor] | None, without: Collection[TokenSequence] = ()
     ) -> Outcomes | None:
         """Have the device draw the tokens of those who are still there. None as of `_decode`."""
         if decoded is None:
@@ -253,10 +248,10 @@ class EngineLoop:
             logger.exception("drawing ahead failed")
             return None
 
-    def _is_live(self, sequence: Sequence) -> bool:
+    def _is_live(self, sequence: TokenSequence) -> bool:
         return self._sequences.get(sequence.request_id) is sequence
 
-    def _timed(self, chunks: SequenceOf[Chunk], failures: list[tuple[Sequence, EngineError]]) -> bool:
+    def _timed(self, chunks: Sequence[Chunk], failures: list[tuple[TokenSequence, EngineError]]) -> bool:
         """Compute them, and learn from it how much prefill the next step has time for."""
         started = time.monotonic()
         progressed = self._compute(chunks, failures)
@@ -273,7 +268,7 @@ class EngineLoop:
                 self.pace.decoded(seconds)
             self.scheduler.prefill_limit = self.pace.tokens
 
-    def _compute(self, chunks: SequenceOf[Chunk], failures: list[tuple[Sequence, EngineError]]) -> bool:
+    def _compute(self, chunks: Sequence[Chunk], failures: list[tuple[TokenSequence, EngineError]]) -> bool:
         """Run chunks together, or one by one when that fails, so that one request cannot fail another. Adds those
         that failed alone to `failures`; returns whether any did not fail.
         """
@@ -290,9 +285,9 @@ class EngineLoop:
             return False
         return self._commit(outcomes)
 
-    def _commit(self, outcomes: SequenceOf[Outcome]) -> bool:
+    def _commit(self, outcomes: Sequence[StepResult]) -> bool:
         """Returns whether any request has not failed by its outcome."""
-        events: list[tuple[Sequence, Event]] = []
+        events: list[tuple[TokenSequence, Event]] = []
         for outcome in outcomes:
             chunk, sequence = outcome.chunk, outcome.chunk.sequence
             sequence.prompt_logprobs += outcome.scores
@@ -312,7 +307,7 @@ class EngineLoop:
         else:
             self.counters.prefill_tokens += chunk.length
 
-    def _advance(self, sequence: Sequence, draw: Sampled | None) -> Event:
+    def _advance(self, sequence: TokenSequence, draw: Sampled | None) -> Event:
         """The next event of a sequence whose tokens are all computed."""
         sampling = sequence.request.sampling
         if (draw is not None and draw.token_id is None) or _has_nan(sequence):
@@ -335,7 +330,7 @@ class EngineLoop:
             prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
         )
 
-    def _emit(self, events: SequenceOf[tuple[Sequence, Event]]) -> None:
+    def _emit(self, events: Sequence[tuple[TokenSequence, Event]]) -> None:
         for sequence, event in events:
             if isinstance(event, EngineError):
                 self.counters.failed_requests += 1
@@ -346,22 +341,22 @@ class EngineLoop:
         if events:
             self.emit(events)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: TokenSequence) -> None:
         del self._sequences[sequence.request_id]
         self.scheduler.finish(sequence)
         if sequence.request.adapter:
             self.adapters.unwant(sequence.request.adapter)
 
-    def _fail(self, sequences: SequenceOf[Sequence], error: EngineError) -> None:
+    def _fail(self, sequences: Sequence[TokenSequence], error: EngineError) -> None:
         self._emit([(sequence, error) for sequence in sequences if sequence.request_id in self._sequences])
 
 
-def _has_nan(sequence: Sequence) -> bool:
+def _has_nan(sequence: TokenSequence) -> bool:
     return not sequence.delivered and any(p is not None and math.isnan(p.logprob) for p in sequence.prompt_logprobs)
 
 
 def _finish_reason(
-    token_ids: tuple[int, ...], sequence: Sequence, stop_token_ids: frozenset[int], max_tokens: int
+    token_ids: tuple[int, ...], sequence: TokenSequence, stop_token_ids: frozenset[int], max_tokens: int
 ) -> FinishReason | None:
     if token_ids and token_ids[-1] in stop_token_ids:
         return FinishReason.STOP

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from threading import Thread
 from typing import Any
@@ -25,7 +24,7 @@ from engines.parallel.leader import LeadingModules, LeadingRunner
 from engines.planning.block_pool import BlockPool
 from engines.planning.prefill_pace import PrefillPace
 from engines.planning.scheduler import Scheduler
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink
 from engines.switching import switch_soon
 
@@ -37,7 +36,7 @@ class TorchEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._live: dict[str, Sequence] = {}
+        self._live: dict[str, TokenSequence] = {}
         self._parts: _Parts | None = None
         self._thread: Thread | None = None
         self._closed = False
@@ -49,7 +48,7 @@ class TorchEngine:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def emit(events: SequenceOf[tuple[Sequence, Event]]) -> None:
+        def emit(events: Sequence[tuple[TokenSequence, Event]]) -> None:
             # A loop that is closed already has nobody left to tell.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._deliver, events)
@@ -91,7 +90,7 @@ class TorchEngine:
             raise RequestRefused("request_id", f"request_id {request.request_id!r} is in use.")
         if len(self._live) >= self._config.max_running + self._config.max_waiting:
             raise QueueFull(self._config.max_waiting)
-        sequence = Sequence.of(request, sink)
+        sequence = TokenSequence.of(request, sink)
         if not parts.loop.post(lambda loop: loop.add(sequence)):
             raise EngineStopped("The engine has failed.")
         self._live[request.request_id] = sequence
@@ -111,7 +110,7 @@ class TorchEngine:
     def _end_all(self, error: EngineStopped) -> None:
         self._deliver([(sequence, error) for sequence in self._live.values()])
 
-    def _deliver(self, events: SequenceOf[tuple[Sequence, Event]]) -> None:
+    def _deliver(self, events: Sequence[tuple[TokenSequence, Event]]) -> None:
         """Requests that were aborted meanwhile hear nothing."""
         outputs: list[tuple[OutputSink, Output]] = []
         for sequence, event in events:

@@ -25,7 +25,7 @@ class ImagePart:
     index: int
 
 
-Part = TextPart | ImagePart
+ContentPart = TextPart | ImagePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Message:
     """One message. `content` None means that the message has no text at all (an assistant turn of calls only)."""
 
     role: Role
-    content: tuple[Part, ...] | None
+    content: tuple[ContentPart, ...] | None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None

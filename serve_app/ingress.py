@@ -15,8 +15,8 @@ from serve_app.logs import join_serve_logs
 from serve_app.metrics import IngressMetrics
 from serve_app.replicas.channel.listener import Listener
 from serve_app.replicas.over_ray import RayReplicas, read_statuses
-from serve_app.replicas.readiness import ModelWatch
-from serve_app.replicas.roster import ROSTER
+from serve_app.replicas.readiness import ReadinessWatch
+from serve_app.replicas.reports import REPLICA_REPORTS
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Ingress:
     def __init__(self, args: ApiArgs) -> None:
         join_serve_logs()
         self._args = args
-        self._watch = ModelWatch(ROSTER, read_statuses)
+        self._watch = ReadinessWatch(REPLICA_REPORTS, read_statuses)
         self._listener: Listener | None = None
 
     async def __serve_build_asgi_app__(self) -> Starlette:

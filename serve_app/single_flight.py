@@ -9,7 +9,7 @@ Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
 
-class Flights(Generic[Key, Result]):
+class SingleFlight(Generic[Key, Result]):
     """Blocking calls on an executor, one per key. Owned by one event loop.
 
     A caller that is cancelled leaves the call to the others, and to those who come later.

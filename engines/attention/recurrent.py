@@ -8,8 +8,7 @@ A state is kept by the position that it belongs to: running a chunk again starts
 uncommitted forward left is never taken for the truth.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 from engines.attention.interface import Paged
 from engines.errors import ModelRefused
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 
 LAYER_TYPES = frozenset({"linear_attention", "conv"})
 """What configurations call these layers."""
@@ -114,7 +113,7 @@ def split_by_sequence(model: Any, text_config: Any, narrow: Narrow) -> int:
     return wrapped
 
 
-def state_bytes(sequence: Sequence) -> int:
+def state_bytes(sequence: TokenSequence) -> int:
     """Bytes of all states of a sequence that has run; two positions are kept while a chunk is being computed."""
     layers: list[list[LayerState]] = [list(states.values()) for states in sequence.states.values()]
     return 2 * sum(max(state.nbytes for state in states) for states in layers)
@@ -132,7 +131,7 @@ def _wrap(module: nn.Module, narrow: Narrow) -> None:
             raise ModelRefused(f"{type(module).__name__} was given a mask, which this engine does not know.")
         out = torch.zeros_like(hidden_states)
 
-        def run(chunks: SequenceOf[Chunk], rows: torch.Tensor, *, length: int) -> None:
+        def run(chunks: Sequence[Chunk], rows: torch.Tensor, *, length: int) -> None:
             """Rows [sequences * length] of sequences that are all at their beginning, or all beyond it."""
             started = chunks[0].start > 0
             stacked = _StackedCache(
@@ -154,7 +153,7 @@ def _wrap(module: nn.Module, narrow: Narrow) -> None:
     module.forward = forward
 
 
-def _groups(chunks: SequenceOf[Chunk]) -> list[tuple[list[Chunk], list[int], int]]:
+def _groups(chunks: Sequence[Chunk]) -> list[tuple[list[Chunk], list[int], int]]:
     """What one call computes: (chunks, their rows, tokens of each). All one-token rows that have a state already are
     one call, those without another, every longer chunk is one of its own.
     """

@@ -1,8 +1,7 @@
 """How a model is computed with the Triton kernels, and what is done without where one of them does not work."""
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,9 +116,7 @@ class GpuPath:
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # another thread computes from here on
 
-    def decode(
-        self, chunks: SequenceOf[Chunk], carried: Carried | None = None
-    ) -> tuple[StepBatch, torch.Tensor] | None:
+    def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
         """The batch, and logits [rows, vocab] that hold until the next call; None where there is no graph for it. Does
         not wait for the device.
         """
@@ -127,7 +124,7 @@ class GpuPath:
             return None
         return self._graphs.run(chunks, carried)
 
-    def runs_by_row(self, chunks: SequenceOf[Chunk]) -> bool:
+    def runs_by_row(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the adapters of these chunks change nothing but linear layers."""
         adapters = self._adapters
         assert adapters is not None

@@ -1,8 +1,7 @@
 """Runs chunks of sequences through a transformers model on the paged KV cache."""
 
 import logging
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from engines.errors import ModelRefused
 from engines.lora.adaptable import adaptable_targets
 from engines.lora.apply import AdapterModules
 from engines.lora.context import AdapterContext
-from engines.lora.experts import Experts
+from engines.lora.experts import AdaptedExperts
 from engines.lora.format.targets import LoraTargets
 from engines.lora.shards import Shards
 from engines.model.loader import LoadedModel
@@ -28,7 +27,7 @@ from engines.model.row_tiles import TILE_ROWS, RowTiles
 from engines.native.adapters import NativeAdapters
 from engines.planning.block_pool import TRASH_BLOCK
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.tensors.batch import PROBE_TOKENS, Carried, StepBatch, build_batch
 from engines.tensors.kv_cache import KVCache, LayerShape
@@ -108,7 +107,7 @@ class ModelRunner:
         self._exact = config.exact
         if self._exact:
             for path in self.targets.experts:
-                Experts.around(loaded.model, path, self._context, row_multiple=TILE_ROWS)
+                AdaptedExperts.around(loaded.model, path, self._context, row_multiple=TILE_ROWS)
         if loaded.device.type == "cpu":
             logger.info("%d linear layers packed for the CPU", pack_linears(loaded.model, tiled=self._exact))
 
@@ -139,7 +138,7 @@ class ModelRunner:
         is_demanded, self._gpu = self._gpu.is_demanded, None
         return not is_demanded
 
-    def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
+    def forward(self, chunks: Sequence[Chunk]) -> tuple[StepBatch, torch.Tensor]:
         """The batch as it was laid out, and logits [wanted rows, vocab] in the model's dtype, which hold until the
         next call.
         """
@@ -150,9 +149,7 @@ class ModelRunner:
         batch = self._batch(chunks)
         return batch, self._run(batch, batch.logit_rows)
 
-    def decode(
-        self, chunks: SequenceOf[Chunk], carried: Carried | None = None
-    ) -> tuple[StepBatch, torch.Tensor] | None:
+    def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
         """As of `loop.Runner`: by the recorded decode steps."""
         return self._gpu.decode(chunks, carried) if self._gpu is not None and self._gpu.overlaps else None
 
@@ -162,7 +159,7 @@ class ModelRunner:
         if not bool(torch.isfinite(self.last_logits([chunk])[chunk.sequence.request_id]).all()):
             raise RuntimeError("the base model's logits are not finite")
 
-    def last_logits(self, chunks: SequenceOf[Chunk]) -> dict[str, torch.Tensor]:
+    def last_logits(self, chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         """Logits [vocab] after each chunk, complete or not, by request id."""
         decoded = None if self._gpu is None else self._gpu.decode(chunks)
         if decoded is not None:
@@ -171,7 +168,7 @@ class ModelRunner:
         ends = torch.tensor([chunk.length for chunk in batch.chunks], device=self._device).cumsum(0) - 1
         return _by_request(batch, self._run(batch, ends))
 
-    def _batch(self, chunks: SequenceOf[Chunk]) -> StepBatch:
+    def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
         return build_batch(chunks, self._block_size, self._device, row_multiple=TILE_ROWS if self._exact else 1)
 
     def _run(self, batch: StepBatch, logit_rows: torch.Tensor) -> torch.Tensor:
@@ -235,13 +232,13 @@ def _by_request(batch: StepBatch, logits: torch.Tensor) -> dict[str, torch.Tenso
 
 def _probe_chunk(blocks: Iterable[int]) -> Chunk:
     request = GenerateRequest("probe", tuple(range(PROBE_TOKENS)), SamplingParams(max_tokens=1, seed=0))
-    sequence = Sequence.of(request, NO_SINK)
+    sequence = TokenSequence.of(request, NO_SINK)
     sequence.blocks = list(blocks)
     return Chunk(sequence, 0, PROBE_TOKENS)
 
 
 class _NoSink:
-    def deliver(self, outputs: SequenceOf[Any]) -> None:
+    def deliver(self, outputs: Sequence[Any]) -> None:
         raise AssertionError("a probe has no outputs")
 
 

@@ -8,7 +8,7 @@ sequences, an unknown attention) shows as logits that differ.
 import logging
 import math
 import random
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.model.loader import LoadedModel
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def check_exact(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, config
             )
 
 
-def _laid_out(prompts: SequenceOf[tuple[int, ...]], runner: ModelRunner, config: EngineConfig) -> list[Sequence]:
+def _laid_out(prompts: Sequence[tuple[int, ...]], runner: ModelRunner, config: EngineConfig) -> list[TokenSequence]:
     """A sequence for each prompt, in shuffled blocks of a cache that is made anew."""
     per_prompt = [-(-len(prompt) // config.block_size) for prompt in prompts]
     runner.allocate(1 + sum(per_prompt))
@@ -95,7 +95,7 @@ def _laid_out(prompts: SequenceOf[tuple[int, ...]], runner: ModelRunner, config:
     sequences = []
     for index, (prompt, count) in enumerate(zip(prompts, per_prompt, strict=True)):
         request = GenerateRequest(f"self-test-{index}", prompt, SamplingParams(max_tokens=1, seed=0))
-        sequence = Sequence.of(request, NO_SINK)
+        sequence = TokenSequence.of(request, NO_SINK)
         sequence.blocks = [blocks.pop() for _ in range(count)]
         sequences.append(sequence)
     return sequences
@@ -107,7 +107,7 @@ def _prompt_length(loaded: LoadedModel) -> int:
 
 
 def _run_in_chunks(
-    runner: ModelRunner, sequences: SequenceOf[Sequence], config: EngineConfig, *, shortest: int
+    runner: ModelRunner, sequences: Sequence[TokenSequence], config: EngineConfig, *, shortest: int
 ) -> list[torch.Tensor]:
     """Logits of the last tokens of each sequence, from prefill chunks of unequal length and one-token rows. No step has
     more tokens than the engine's own.

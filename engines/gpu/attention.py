@@ -1,6 +1,6 @@
 """Attention by Triton kernels that read the blocks where they lie."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from engines.gpu.kernels import attend_kernel, merge_kernel
 from engines.planning.scheduler import Chunk
 from engines.tensors.batch import StepBatch, block_tables
 from engines.tensors.kv_cache import KVCache
-from engines.tensors.transfer import sent
+from engines.tensors.transfer import to_device
 
 _MAX_SPLITS = 16
 _KEYS_PER_SPLIT = 64
@@ -34,12 +34,12 @@ class PagedLayout:
     _queries: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, chunks: SequenceOf[Chunk], block_size: int, device: torch.device) -> "PagedLayout":
+    def of(cls, chunks: Sequence[Chunk], block_size: int, device: torch.device) -> "PagedLayout":
         lengths, ends = tuple(chunk.length for chunk in chunks), tuple(chunk.end for chunk in chunks)
         return cls(
-            sent([0, *accumulate(lengths)], device, torch.int32),
-            sent(ends, device, torch.int32),
-            sent(block_tables(chunks, block_size), device, torch.int32),
+            to_device([0, *accumulate(lengths)], device, torch.int32),
+            to_device(ends, device, torch.int32),
+            to_device(block_tables(chunks, block_size), device, torch.int32),
             lengths,
             ends,
         )
@@ -50,8 +50,8 @@ class PagedLayout:
             device = self.kv_lens.device
             pairs = [(n, at) for n, length in enumerate(self.lengths) for at in range(0, length, per_program)]
             self._queries[per_program] = (
-                sent([sequence for sequence, _ in pairs], device, torch.int32),
-                sent([first for _, first in pairs], device, torch.int32),
+                to_device([sequence for sequence, _ in pairs], device, torch.int32),
+                to_device([first for _, first in pairs], device, torch.int32),
             )
         return self._queries[per_program]
 

@@ -5,8 +5,7 @@ to the bucket with rows that write to the trash block. What a step costs on the 
 """
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -77,7 +76,7 @@ class _StaticRows:
         if device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def fill(self, chunks: SequenceOf[Chunk], bucket: int, carried: Carried | None = None) -> None:
+    def fill(self, chunks: Sequence[Chunk], bucket: int, carried: Carried | None = None) -> None:
         """Rows of the chunks, one token each, then rows that write to the trash block."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one may still be reading
@@ -134,7 +133,7 @@ class DecodeGraphs:
                 self._graph(bucket, has_adapters)
         logger.info("%d CUDA graphs for 1 to %d rows", len(self._graphs), self._buckets[-1])
 
-    def run(self, chunks: SequenceOf[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
+    def run(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
         """The batch, and logits [rows, vocab] that hold until the next call; None for more rows than there is a graph
         for. `chunks` are one token each, which `carried` has where the host does not know them. Does not wait for the
         device.

@@ -2,8 +2,7 @@
 has the same shape whichever adapters its rows have, as a CUDA graph needs it.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,13 +18,13 @@ from engines.lora.format.targets import TargetKind
 from engines.lora.format.weights import AdapterWeights
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SLOT
-from engines.tensors.transfer import sent
+from engines.tensors.transfer import to_device
 
 _BLOCK_R = 16
 TILE_ROWS = 32
 
 
-def tiles_of(chunks: SequenceOf[Chunk], device: torch.device) -> torch.Tensor:
+def tiles_of(chunks: Sequence[Chunk], device: torch.device) -> torch.Tensor:
     """[n, 2] int32: the first row and the number of rows of each tile, up to `TILE_ROWS` of a chunk with an adapter."""
     tiles, row = [], 0
     for chunk in chunks:
@@ -33,10 +32,10 @@ def tiles_of(chunks: SequenceOf[Chunk], device: torch.device) -> torch.Tensor:
             ends = row + chunk.length
             tiles += [(first, min(TILE_ROWS, ends - first)) for first in range(row, ends, TILE_ROWS)]
         row += chunk.length
-    return sent(tiles, device, torch.int32).view(-1, 2)
+    return to_device(tiles, device, torch.int32).view(-1, 2)
 
 
-def laid_out(pair: LoraPair) -> LoraPair:
+def device_layout(pair: LoraPair) -> LoraPair:
     """Equal, and as the kernels read it: 16 bytes at a time, B by its columns, which are long at any rank."""
     return LoraPair(_dense(pair.A), _dense(pair.B.mT).mT, pair.scale)
 
@@ -73,7 +72,7 @@ class SlotTables:
         self._held: dict[int, Mapping[int, LoraPair]] = {}  # what the pointers point to
 
     def put(self, slot: int, pairs: Mapping[int, LoraPair]) -> None:
-        """The pairs of one adapter by the module's number: as of `laid_out`, of at most `max_rank`."""
+        """The pairs of one adapter by the module's number: as of `device_layout`, of at most `max_rank`."""
         pointers = torch.zeros(self._pointers.shape[:2], dtype=torch.int64)
         ranks = torch.zeros(self._ranks.shape[0], dtype=torch.int32)
         scales = torch.zeros(self._scales.shape[0], dtype=torch.float32)
@@ -166,7 +165,7 @@ class RowAdapters(AdapterModules):
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
         prepared = super().prepare(weights)
-        return replace(prepared, pairs={path: laid_out(pair) for path, pair in prepared.pairs.items()})
+        return replace(prepared, pairs={path: device_layout(pair) for path, pair in prepared.pairs.items()})
 
     def install(self, slot: int, adapter: AdapterWeights) -> None:
         super().install(slot, adapter)
@@ -193,7 +192,7 @@ class RowAdapters(AdapterModules):
         generator = torch.Generator().manual_seed(0)
         A, B, x = (torch.randn(size, generator=generator).to(device, dtype) for size in ((8, 80), (48, 8), (40, 80)))
         tables = SlotTables(1, 2, 8, device)
-        tables.put(1, {0: laid_out(LoraPair(A, B, 0.5))})
+        tables.put(1, {0: device_layout(LoraPair(A, B, 0.5))})
         slots = torch.tensor([-1] + [1] * 39, dtype=torch.int32, device=device)
         tiles = torch.tensor([[1, TILE_ROWS], [1 + TILE_ROWS, 39 - TILE_ROWS]], dtype=torch.int32, device=device)
         expected = 0.5 * (x.float() @ A.float().T) @ B.float().T

@@ -1,13 +1,13 @@
 """What the libraries that can take the prefill from the Triton kernels have in common."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
 from engines.attention.interface import Attention
 from engines.gpu.attention import PagedLayout, TritonBackend
-from engines.tensors.transfer import sent
+from engines.tensors.transfer import to_device
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -38,10 +38,10 @@ def window_left(window: int | None) -> int:
     return window - 1 if window else -1
 
 
-def spread(counts: SequenceOf[int], device: torch.device) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+def spread(counts: Sequence[int], device: torch.device) -> tuple[list[int], torch.Tensor, torch.Tensor]:
     """Of things that lie one after the other, so many of each sequence: where those of each begin [n + 1], and on the
     device the sequence of each thing and its place among those of the sequence [sum], int64.
     """
     starts = [0, *accumulate(counts)]
-    sequence = torch.repeat_interleave(sent(counts, device), output_size=starts[-1])
-    return starts, sequence, torch.arange(starts[-1], device=device) - sent(starts, device)[sequence]
+    sequence = torch.repeat_interleave(to_device(counts, device), output_size=starts[-1])
+    return starts, sequence, torch.arange(starts[-1], device=device) - to_device(starts, device)[sequence]

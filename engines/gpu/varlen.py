@@ -15,7 +15,7 @@ from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout
 from engines.gpu.prefill import HALVES, PrefillBackend, spread, window_left
 from engines.tensors.kv_cache import KVCache
-from engines.tensors.transfer import sent
+from engines.tensors.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -121,5 +121,5 @@ class VarlenBackend(PrefillBackend):
             starts, sequence, position = spread(layout.ends, device)
             blocks = layout.block_tables[sequence, position // block_size].long()
             places = blocks * block_size + position % block_size
-            self._gathered = layout, sent(starts, device, torch.int32), places
+            self._gathered = layout, to_device(starts, device, torch.int32), places
         return self._gathered[1:]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from engines.errors import AdapterRefused
 from engines.lora.context import AdapterContext, AdapterRows
-from engines.lora.experts import Experts
+from engines.lora.experts import AdaptedExperts
 from engines.lora.format.pairs import LoraPair
 from engines.lora.format.targets import TargetKind
 from engines.lora.format.weights import AdapterWeights
@@ -193,7 +193,7 @@ class AdapterModules:
         kind = self._adaptable[path]
         if kind is TargetKind.EXPERTS:
             path, _, name = path.rpartition(".")
-            return Experts.around(self._model, path, self._context, sum_up=self._sum_up(path)).pairs[name]
+            return AdaptedExperts.around(self._model, path, self._context, sum_up=self._sum_up(path)).pairs[name]
         if kind is TargetKind.LINEAR:
             return self.wrap_linear(path).pairs
         base = self._model.get_submodule(path)

@@ -12,7 +12,7 @@ from engines.lora.format.pairs import LoraPair
 from engines.lora.shards import SumUp
 
 
-class Experts(nn.Module):
+class AdaptedExperts(nn.Module):
     """Around experts that follow transformers' `use_experts_implementation`, which computes them faster and without
     adapters; that is still used while no row of the batch has one here, unless the rows are to be filled up.
 

@@ -1,7 +1,7 @@
 """The leader's runner and adapter modules: what they do, all processes do."""
 
 import pickle
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ class LeadingRunner:
         self._group = group
         self._block_size = block_size
 
-    def forward(self, chunks: SequenceOf[Chunk]) -> tuple[StepBatch, torch.Tensor]:
+    def forward(self, chunks: Sequence[Chunk]) -> tuple[StepBatch, torch.Tensor]:
         self._group.tell(Forward(tuple(ChunkMessage.of(chunk, self._block_size) for chunk in chunks)))
         try:
             return self._runner.forward(chunks)
@@ -36,7 +36,7 @@ class LeadingRunner:
             self._group.lost = True
             raise
 
-    def decode(self, chunks: SequenceOf[Chunk], carried: Carried | None = None) -> None:
+    def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> None:
         """Not from here: the other processes do not know what this one has drawn."""
 
     def check_health(self) -> None:

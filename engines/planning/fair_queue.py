@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 
 IDLE_SHARES_LIMIT = 1024
 """How many counters of those without requests are kept; beyond it the clock is moved on, which levels the lower ones
@@ -69,7 +69,7 @@ class _Shares:
 @dataclass(slots=True)
 class _Tenant:
     adapters: _Shares = field(default_factory=_Shares)
-    waiting: dict[str, deque[Sequence]] = field(default_factory=dict)
+    waiting: dict[str, deque[TokenSequence]] = field(default_factory=dict)
 
 
 class FairQueue:
@@ -84,31 +84,31 @@ class FairQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: TokenSequence) -> None:
         """A new request: count it as live and let it wait."""
         name = sequence.request.tenant
         self._shares.enter(name)
         self._tenants.setdefault(name, _Tenant()).adapters.enter(sequence.adapter_digest)
         self._queue(sequence).append(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
+    def put_back(self, sequence: TokenSequence) -> None:
         """A preempted request waits again, before the others of its tenant and adapter."""
         self._queue(sequence).appendleft(sequence)
 
-    def _queue(self, sequence: Sequence) -> deque[Sequence]:
+    def _queue(self, sequence: TokenSequence) -> deque[TokenSequence]:
         self._num_waiting += 1
         name = sequence.request.tenant
         self._waiting[name] = None
         return self._tenants[name].waiting.setdefault(sequence.adapter_digest, deque())
 
-    def heads(self) -> Iterator[Sequence]:
+    def heads(self) -> Iterator[TokenSequence]:
         """The first waiting request of every tenant and adapter, the one to serve next first."""
         for name in self._shares.order(self._waiting):
             tenant = self._tenants[name]
             for digest in tenant.adapters.order(tenant.waiting):
                 yield tenant.waiting[digest][0]
 
-    def admit(self, sequence: Sequence, tokens: int) -> None:
+    def admit(self, sequence: TokenSequence, tokens: int) -> None:
         """A waiting sequence stops waiting and is charged what has to be computed for it now."""
         self.remove(sequence)
         name = sequence.request.tenant
@@ -116,7 +116,7 @@ class FairQueue:
         self._tenants[name].adapters.admit(sequence.adapter_digest)
         self.charge(sequence, tokens)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         """A waiting sequence stops waiting, wherever it stands; it stays live."""
         name = sequence.request.tenant
         tenant = self._tenants[name]
@@ -128,13 +128,13 @@ class FairQueue:
         if not tenant.waiting:
             del self._waiting[name]
 
-    def charge(self, sequence: Sequence, tokens: int) -> None:
+    def charge(self, sequence: TokenSequence, tokens: int) -> None:
         """Account tokens to a live sequence."""
         name = sequence.request.tenant
         self._shares.charge(name, tokens)
         self._tenants[name].adapters.charge(sequence.adapter_digest, tokens)
 
-    def retire(self, sequence: Sequence) -> None:
+    def retire(self, sequence: TokenSequence) -> None:
         """The request has ended."""
         name = sequence.request.tenant
         self._tenants[name].adapters.leave(sequence.adapter_digest)

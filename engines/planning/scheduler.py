@@ -7,14 +7,13 @@ and is computed anew later; the oldest always progresses, so there is no deadloc
 sequence of full length, which the engine checks when it starts.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engines.planning.block_pool import BlockPool
 from engines.planning.fair_queue import FairQueue
-from engines.planning.sequence import NO_SLOT, Sequence
+from engines.planning.sequence import NO_SLOT, TokenSequence
 from engines.protocol import Adapter
 
 BYPASS_LIMIT = 64
@@ -24,7 +23,7 @@ SCORED_TOKENS = 128
 """Tokens per step of prompts whose log-probabilities are wanted: each needs a row of logits over the vocabulary."""
 
 
-class Slots(Protocol):
+class AdapterSlots(Protocol):
     """What the scheduler needs of the adapter cache."""
 
     def ready(self, adapter: Adapter) -> bool:
@@ -40,7 +39,7 @@ class Slots(Protocol):
 class Chunk:
     """Tokens `start` … `start` + `length` - 1 of a sequence, to be computed in one step."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     length: int
 
@@ -83,7 +82,7 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
-        slots: Slots,
+        slots: AdapterSlots,
         *,
         max_running: int,
         max_step_tokens: int,
@@ -97,14 +96,14 @@ class Scheduler:
         self._max_step_tokens_decoding = max_step_tokens_decoding
         self._prefix_cache = prefix_cache
         self.queue = FairQueue()
-        self.running: list[Sequence] = []
+        self.running: list[TokenSequence] = []
         self.preemptions = 0
         self.prefill_limit: int | None = None  # below `max_step_tokens_decoding`, as the loop measures
         # Who was tried and could not be admitted with what is free now, for want of a slot and of memory.
-        self._lack_slots: set[Sequence] = set()
-        self._lacks_memory: Sequence | None = None
+        self._lack_slots: set[TokenSequence] = set()
+        self._lacks_memory: TokenSequence | None = None
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         self.queue.join(sequence)
 
     @property
@@ -127,7 +126,7 @@ class Scheduler:
         _use_up(plan.prefill, budget)
         return plan
 
-    def plan_ahead(self, drawn: SequenceOf[Chunk]) -> list[tuple[int, Chunk]]:
+    def plan_ahead(self, drawn: Sequence[Chunk]) -> list[tuple[int, Chunk]]:
         """What surely follows decode chunks whose tokens are not known yet: the place of each in `drawn` that is not at
         its length, and its next chunk. Nothing if the next step may have more to do than to decode those: somebody to
         admit, also in place of one that ends, a prompt to go on with, blocks to take from others.
@@ -151,7 +150,7 @@ class Scheduler:
         """Whether `_admit_next` would come to somebody whom it has not tried since anything became free."""
         if len(self.running) >= self._max_running:
             return False
-        blocked: list[Sequence] = []
+        blocked: list[TokenSequence] = []
         for sequence in self._candidates(blocked):
             if sequence is self._lacks_memory:
                 return False
@@ -160,7 +159,7 @@ class Scheduler:
             blocked.append(sequence)
         return False
 
-    def _add(self, chunks: list[Chunk], sequence: Sequence, budget: _Budget) -> None:
+    def _add(self, chunks: list[Chunk], sequence: TokenSequence, budget: _Budget) -> None:
         """Plan as many pending tokens as the budget has; of a prompt that needs more than a step anyway half as many,
         so that those behind it get their first token before it has got its own.
         """
@@ -178,7 +177,7 @@ class Scheduler:
         most = self._max_step_tokens_decoding
         return most if self.prefill_limit is None else min(most, self.prefill_limit)
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: TokenSequence) -> bool:
         """Make room for the sequence's next token, preempting the youngest while there is none."""
         while not self._extend(sequence, sequence.num_computed):
             victim = self.running[-1]
@@ -187,7 +186,7 @@ class Scheduler:
                 return False
         return True
 
-    def _extend(self, sequence: Sequence, position: int) -> bool:
+    def _extend(self, sequence: TokenSequence, position: int) -> bool:
         """Whether there is room for the next token, at this position: a block for it is taken if one is free."""
         if position < len(sequence.blocks) * self._pool.block_size:
             return True
@@ -195,18 +194,18 @@ class Scheduler:
         sequence.blocks += block or []
         return block is not None
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: TokenSequence) -> None:
         self.preemptions += 1
         self._let_go(sequence)
         sequence.num_computed = 0
         self.queue.put_back(sequence)
 
-    def _admit_next(self) -> Sequence | None:
+    def _admit_next(self) -> TokenSequence | None:
         """Admit the request whose turn it is, or the next one if that one's adapter is not there yet."""
         if len(self.running) >= self._max_running:
             return None
         self._forget_tried()
-        blocked: list[Sequence] = []
+        blocked: list[TokenSequence] = []
         for sequence in self._candidates(blocked):
             adapter = sequence.request.adapter
             slot = self._slots.pin(adapter) if adapter else NO_SLOT
@@ -227,7 +226,7 @@ class Scheduler:
             return sequence
         return None
 
-    def _candidates(self, blocked: list[Sequence]) -> Iterator[Sequence]:
+    def _candidates(self, blocked: list[TokenSequence]) -> Iterator[TokenSequence]:
         for sequence in self.queue.heads():
             if any(waiting.bypassed >= BYPASS_LIMIT for waiting in blocked):
                 return
@@ -235,13 +234,13 @@ class Scheduler:
             if adapter is None or self._slots.ready(adapter):
                 yield sequence
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: TokenSequence) -> None:
         self.queue.admit(sequence, sequence.num_pending)
         sequence.num_charged = len(sequence.token_ids)
         sequence.bypassed = 0
         self.running.append(sequence)
 
-    def _allocate_prompt(self, sequence: Sequence) -> bool:
+    def _allocate_prompt(self, sequence: TokenSequence) -> bool:
         """Blocks for all known tokens, as many as possible from the prefix cache."""
         size = self._pool.block_size
         total = -(-len(sequence.token_ids) // size)
@@ -271,7 +270,7 @@ class Scheduler:
             self.queue.charge(sequence, chunk.end - sequence.num_charged)
             sequence.num_charged = chunk.end
 
-    def share(self, sequence: Sequence) -> None:
+    def share(self, sequence: TokenSequence) -> None:
         """The logits after all of its computed tokens were finite, so its full blocks can be shared. Not earlier: a
         value that is not finite spreads to other tokens of its chunk, and whoever reads such a block fails too.
         """
@@ -282,7 +281,7 @@ class Scheduler:
                 self._pool.publish(sequence.blocks[index], hashes[index])
             sequence.num_shared = full
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: TokenSequence) -> None:
         """The request has ended, however: free everything it holds."""
         if sequence.blocks:
             self._let_go(sequence)
@@ -290,7 +289,7 @@ class Scheduler:
             self.queue.remove(sequence)
         self.queue.retire(sequence)
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _let_go(self, sequence: TokenSequence) -> None:
         self._forget_tried()
         self.running.remove(sequence)
         self._pool.release(sequence.blocks)

@@ -13,7 +13,7 @@ NO_SLOT = -1
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class TokenSequence:
     """Prompt and output tokens of one request, and how far they are computed.
 
     `token_ids` holds the prompt and then every sampled token. K and V of the first `num_computed` of them lie in
@@ -45,7 +45,7 @@ class Sequence:
     num_kept: int = 0
 
     @classmethod
-    def of(cls, request: GenerateRequest, sink: OutputSink) -> "Sequence":
+    def of(cls, request: GenerateRequest, sink: OutputSink) -> "TokenSequence":
         return cls(request, sink, list(request.prompt_token_ids), len(request.prompt_token_ids))
 
     @property

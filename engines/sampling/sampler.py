@@ -7,8 +7,7 @@ most likely candidates only and widens the search for the rows that need it, so 
 vocabulary.
 """
 
-from collections.abc import Collection
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
@@ -16,9 +15,9 @@ from struct import pack
 import torch
 import torch.nn.functional as F
 
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import SamplingParams, TokenLogprob
-from engines.tensors.transfer import Arriving, rows_of, sent, with_rows
+from engines.tensors.transfer import Arriving, rows_of, to_device, with_rows
 
 CANDIDATES = 128
 """How many of the most likely tokens truncation looks at first, unless the request's last draw kept more."""
@@ -49,7 +48,7 @@ class Sampled:
     logprob: TokenLogprob | None = None
 
 
-def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Sampled]:
+def sample(logits: torch.Tensor, sequences: Sequence[TokenSequence]) -> list[Sampled]:
     """One token per row of `logits` [rows, vocab], any float dtype."""
     return Draws(logits, sequences).collect()
 
@@ -63,7 +62,7 @@ class Draws:
     at; they are few, for the next draw of their sequence looks at more.
     """
 
-    def __init__(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
+    def __init__(self, logits: torch.Tensor, sequences: Sequence[TokenSequence]) -> None:
         self._sequences = sequences
         params = self._params = [sequence.request.sampling for sequence in sequences]
         logits = self._logits = _penalise(logits.float(), sequences, params)
@@ -126,7 +125,7 @@ class Draws:
         return rows_of(self._weights, [self._places[row] for row in rows])
 
     def _draw_whole(self, rows: list[int]) -> tuple[torch.Tensor, ...]:
-        numbers = sent(self._numbers(rows), self._weights.device, torch.float64)
+        numbers = to_device(self._numbers(rows), self._weights.device, torch.float64)
         token_ids = _invert(self._weights_of(rows), numbers)
         return token_ids, torch.zeros_like(token_ids), torch.zeros_like(token_ids)
 
@@ -154,7 +153,7 @@ class Draws:
         token_ids = [chosen[row] for row in self._wanted]
         scores = self._scores.get()
         if not self.revised.isdisjoint(self._wanted):
-            scores = self._score(sent(token_ids, self._logits.device))
+            scores = self._score(to_device(token_ids, self._logits.device))
         reports = zip(self._wanted, _reports(token_ids, *scores), strict=True)
         return {
             row: TokenLogprob(report.token_id, report.logprob, report.top[: self._params[row].logprobs])
@@ -162,22 +161,22 @@ class Draws:
         }
 
 
-def prompt_logprobs(logits: torch.Tensor, targets: SequenceOf[int], params: SamplingParams) -> list[TokenLogprob]:
+def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], params: SamplingParams) -> list[TokenLogprob]:
     """Log-probabilities of `targets`, the tokens after the rows of `logits` [rows, vocab]; NaN if not finite."""
     assert params.prompt_logprobs is not None
     scaled = _scale(logits.float(), [params.temperature] * len(targets))
-    return _reports(targets, *_score(scaled, sent(targets, logits.device), params.prompt_logprobs))
+    return _reports(targets, *_score(scaled, to_device(targets, logits.device), params.prompt_logprobs))
 
 
-def _scale(logits: torch.Tensor, temperatures: SequenceOf[float]) -> torch.Tensor:
+def _scale(logits: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
     """Logits over temperature, 0 standing for 1. The largest becomes 0 first, so that no temperature overflows."""
     smallest = torch.finfo(logits.dtype).tiny
     divisors = [max(t, smallest) if t else 1.0 for t in temperatures]
-    return (logits - logits.amax(dim=-1, keepdim=True)) / sent(divisors, logits.device, logits.dtype)[:, None]
+    return (logits - logits.amax(dim=-1, keepdim=True)) / to_device(divisors, logits.device, logits.dtype)[:, None]
 
 
 def _penalise(
-    logits: torch.Tensor, sequences: SequenceOf[Sequence], params: SequenceOf[SamplingParams]
+    logits: torch.Tensor, sequences: Sequence[TokenSequence], params: Sequence[SamplingParams]
 ) -> torch.Tensor:
     """Apply logit_bias and the penalties to the rows that have them, all rows at once. Presence and frequency count
     output tokens only, repetition the prompt too, as in OpenAI's API and in transformers.
@@ -214,14 +213,14 @@ class _Entries:
     token_ids: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    def add(self, row: int, token_ids: Collection[int], values: SequenceOf[float]) -> None:
+    def add(self, row: int, token_ids: Collection[int], values: Sequence[float]) -> None:
         self.rows += [row] * len(token_ids)
         self.token_ids += token_ids
         self.values += values
 
     def tensors(self, logits: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        rows, token_ids = sent([self.rows, self.token_ids], logits.device)
-        return (rows, token_ids), sent(self.values, logits.device, logits.dtype)
+        rows, token_ids = to_device([self.rows, self.token_ids], logits.device)
+        return (rows, token_ids), to_device(self.values, logits.device, logits.dtype)
 
 
 def _draw_truncated(
@@ -235,7 +234,7 @@ def _draw_truncated(
     ids = _lowest_first(top, ids, vocab)
     probability = top.double()
     limits = [(p.top_k or vocab, p.top_p, p.min_p, number) for p, number in zip(params, numbers, strict=True)]
-    columns = sent(limits, weights.device, torch.float64)
+    columns = to_device(limits, weights.device, torch.float64)
     top_k, top_p, min_p = columns[:, 0:1], columns[:, 1:2], columns[:, 2:3]
     keep = torch.arange(width, device=weights.device) < top_k
     kept = probability * keep
@@ -296,7 +295,7 @@ def _score(scaled: torch.Tensor, targets: torch.Tensor, count: int) -> tuple[tor
     return (own, *logprobs.topk(min(count, scaled.shape[-1]), dim=-1)) if count else (own,)
 
 
-def _reports(targets: SequenceOf[int], own: torch.Tensor, *top: torch.Tensor) -> list[TokenLogprob]:
+def _reports(targets: Sequence[int], own: torch.Tensor, *top: torch.Tensor) -> list[TokenLogprob]:
     if not top:
         return [TokenLogprob(target, value) for target, value in zip(targets, own.tolist(), strict=True)]
     values, ids = (tensor.tolist() for tensor in top)

@@ -1,23 +1,23 @@
 """What the logits of a forward say of its chunks: the next tokens, and the scores of prompt tokens."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import TokenLogprob
 from engines.sampling.sampler import Draws, Sampled, prompt_logprobs
 from engines.tensors.batch import Carried, StepBatch, wanted_rows
 from engines.tensors.transfer import rows_of
 
-Rows = SequenceOf[tuple[Chunk, int, int]]
+Rows = Sequence[tuple[Chunk, int, int]]
 """Chunks with their first and last row among the logits; last < first where a chunk has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepResult:
     """The next token, if one is wanted, and the scores of prompt tokens, if wanted."""
 
     chunk: Chunk
@@ -43,25 +43,25 @@ class Outcomes:
         if sampled:
             own = rows_of(logits, [last for _, last in sampled])
             self._draws = Draws(own, [chunk.sequence for chunk in self.drawn])
-        self.revised: list[Sequence] = []
+        self.revised: list[TokenSequence] = []
 
     @property
     def chunks(self) -> list[Chunk]:
         return [chunk for chunk, _, _ in self._rows]
 
-    def carried(self, places: SequenceOf[int]) -> Carried:
+    def carried(self, places: Sequence[int]) -> Carried:
         """The tokens drawn at these places of `drawn`."""
         assert self._draws is not None
         return Carried(self._draws.token_ids, tuple(places))
 
-    def collect(self) -> list[Outcome]:
+    def collect(self) -> list[StepResult]:
         draws: dict[str, Sampled] = {}
         if self._draws is not None:
             for chunk, draw in zip(self.drawn, self._draws.collect(), strict=True):
                 draws[chunk.sequence.request_id] = draw
             self.revised = [self.drawn[row].sequence for row in self._draws.revised]
         outcomes = [
-            Outcome(chunk, draws.get(chunk.sequence.request_id), _score_prompt(chunk, self._logits, first))
+            StepResult(chunk, draws.get(chunk.sequence.request_id), _score_prompt(chunk, self._logits, first))
             for chunk, first, _ in self._rows
         ]
         # Rows over the vocabulary: the next draws take as much, while the loop still holds this.

@@ -1,6 +1,6 @@
 """One forward pass over a ragged batch: tokens of many sequences, flattened into one row of `T` tokens."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from engines.planning.block_pool import TRASH_BLOCK
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SLOT
-from engines.tensors.transfer import sent
+from engines.tensors.transfer import to_device
 
 PROBE_TOKENS = 3
 """Rows of a batch by which a model is tried."""
@@ -41,9 +41,7 @@ class Carried:
     rows: tuple[int, ...]
 
 
-def build_batch(
-    chunks: SequenceOf[Chunk], block_size: int, device: torch.device, *, row_multiple: int = 1
-) -> StepBatch:
+def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device, *, row_multiple: int = 1) -> StepBatch:
     """Lay the chunks out, one-token ones first. Logits are wanted after every chunk that completes its sequence, and
     for all rows of a sequence whose prompt log-probabilities are asked for. The rows are filled up to a multiple of
     `row_multiple` with rows that write to the trash block.
@@ -72,16 +70,16 @@ def build_batch(
     slots += [NO_SLOT] * filler
     return StepBatch(
         chunks=tuple(ordered),
-        token_ids=sent(token_ids, device),
-        positions=sent(positions, device),
-        kv_slots=sent(kv_slots, device),
-        fresh_blocks=sent(fresh, device) if fresh else None,
-        logit_rows=sent(wanted, device),
-        slots=sent(slots, device, torch.int32) if any(s != NO_SLOT for s in slots) else None,
+        token_ids=to_device(token_ids, device),
+        positions=to_device(positions, device),
+        kv_slots=to_device(kv_slots, device),
+        fresh_blocks=to_device(fresh, device) if fresh else None,
+        logit_rows=to_device(wanted, device),
+        slots=to_device(slots, device, torch.int32) if any(s != NO_SLOT for s in slots) else None,
     )
 
 
-def block_tables(chunks: SequenceOf[Chunk], block_size: int) -> list[list[int]]:
+def block_tables(chunks: Sequence[Chunk], block_size: int) -> list[list[int]]:
     """Those of the chunks, filled up to the longest with the trash block."""
     tables = [chunk.block_table(block_size) for chunk in chunks]
     width = max(map(len, tables))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 
-def sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """On the device, without waiting for what it has still to do, as `torch.tensor(…, device=…)` would."""
     # From pinned memory: of other memory more than 64 KB may have to wait.
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
@@ -13,12 +13,12 @@ def sent(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) ->
 
 def rows_of(matrix: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """These rows, which are given in ascending order, each once."""
-    return matrix if len(rows) == matrix.shape[0] else matrix.index_select(0, sent(rows, matrix.device))
+    return matrix if len(rows) == matrix.shape[0] else matrix.index_select(0, to_device(rows, matrix.device))
 
 
 def with_rows(vector: torch.Tensor, rows: list[int], values: torch.Tensor) -> torch.Tensor:
     """With these values at these places, which are given in ascending order, each once."""
-    return values if len(rows) == vector.shape[0] else vector.index_copy(0, sent(rows, vector.device), values)
+    return values if len(rows) == vector.shape[0] else vector.index_copy(0, to_device(rows, vector.device), values)
 
 
 class Arriving:

@@ -8,7 +8,7 @@ from renderers.markers import Tokenizer, added_tokens
 from renderers.messages import Conversation, Effort, Message, Role, TextPart, Tool
 from renderers.templates.chat_template import ChatTemplate
 from renderers.templates.encoder import PromptEncoder
-from renderers.templates.provenance import Text
+from renderers.templates.provenance import TracedText
 
 _NAMES = {Role.SYSTEM: "System", Role.USER: "User", Role.ASSISTANT: "Assistant"}
 
@@ -24,7 +24,7 @@ class RoleColonRenderer:
         backend = tokenizer.backend_tokenizer
         self._encoder = PromptEncoder(backend, added_tokens(backend))
         bos = tokenizer.special_tokens_map.get("bos_token")
-        self._beginning = Text.trusted(bos if isinstance(bos, str) else "")
+        self._beginning = TracedText.trusted(bos if isinstance(bos, str) else "")
         end = tokenizer.eos_token_id
         self.stop_token_ids = frozenset(() if end is None else (end,))
 
@@ -36,7 +36,9 @@ class RoleColonRenderer:
         if conversation.tools:
             raise RenderError("tools: this model has no tool-call support.", "tools")
         turns = [_turn(message, index) for index, message in enumerate(conversation.messages)]
-        return RenderedPrompt(tuple(self._encoder.encode(Text("", b"").join([self._beginning, *turns, "Assistant:"]))))
+        return RenderedPrompt(
+            tuple(self._encoder.encode(TracedText("", b"").join([self._beginning, *turns, "Assistant:"])))
+        )
 
     def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> PlainParser:
         return PlainParser(self.stop_token_ids, framing=" ")

@@ -49,7 +49,7 @@ class _Collections:
 _COLLECTIONS = _Collections()
 
 
-class Budget:
+class RenderBudget:
     """The bounds of one rendering: of a value, of all values together, of the processor time of this thread, garbage
     collections apart.
 

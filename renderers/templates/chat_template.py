@@ -14,11 +14,11 @@ from jinja2.exceptions import TemplateError
 
 from renderers.base import PromptTooLong, RenderError, TemplateRefused
 from renderers.markers import Tokenizer, added_tokens
-from renderers.messages import Conversation, ImagePart, Message, Part, Role, TextPart, Tool, ToolCall
+from renderers.messages import ContentPart, Conversation, ImagePart, Message, Role, TextPart, Tool, ToolCall
 from renderers.templates.bounds import TooMuch
 from renderers.templates.encoder import PromptEncoder
 from renderers.templates.prompt_length import tokens_beyond
-from renderers.templates.provenance import Text
+from renderers.templates.provenance import TracedText
 from renderers.templates.sandbox import BoundedTemplate, TemplateRefusal
 from renderers.tools import NotAnObject, parse_object
 
@@ -54,7 +54,7 @@ class _OverBounds(RenderError):
 class Rendered:
     """A prompt as text, with what the template wrote itself marked, and as token ids."""
 
-    text: Text
+    text: TracedText
     token_ids: tuple[int, ...]
 
 
@@ -102,7 +102,7 @@ class ChatTemplate:
         self._check_length(text)
         return self._encoded(text)
 
-    def _check_length(self, text: Text) -> None:
+    def _check_length(self, text: TracedText) -> None:
         if self._max_tokens is None or len(text) <= self._max_tokens:
             return  # encoding it costs no more than this check
         plain = "".join([text])
@@ -113,10 +113,10 @@ class ChatTemplate:
                 f"got more than {count} from the chat template."
             )
 
-    def _encoded(self, text: Text) -> Rendered:
+    def _encoded(self, text: TracedText) -> Rendered:
         return Rendered(text, tuple(self._encoder.encode(text)))
 
-    def _write(self, conversation: Conversation, form: _Form, variables: Mapping[str, object]) -> Text:
+    def _write(self, conversation: Conversation, form: _Form, variables: Mapping[str, object]) -> TracedText:
         template = self._template_with_tools if conversation.tools else self._template
         return _run(
             template,
@@ -204,7 +204,7 @@ def _compiled(source: str) -> BoundedTemplate:
         raise TemplateRefused(f"The chat template does not compile: {_first_line(exc)}") from exc
 
 
-def _run(template: BoundedTemplate, variables: Mapping[str, object]) -> Text:
+def _run(template: BoundedTemplate, variables: Mapping[str, object]) -> TracedText:
     try:
         return template.render(variables)
     except TemplateRefusal as exc:
@@ -221,7 +221,7 @@ def _first_line(exc: Exception) -> str:
 
 def _trusted_strings(special_tokens: Mapping[str, Any]) -> dict[str, object]:
     return {
-        name: Text.trusted(value) if isinstance(value, str) else [Text.trusted(item) for item in value]
+        name: TracedText.trusted(value) if isinstance(value, str) else [TracedText.trusted(item) for item in value]
         for name, value in special_tokens.items()
     }
 
@@ -239,7 +239,7 @@ def _template_messages(messages: Sequence[Message], form: _Form) -> list[dict[st
 
 def _template_message(message: Message, form: _Form, path: str) -> dict[str, object]:
     """As transformers hands messages over: without the keys whose value is None."""
-    fields: dict[str, object] = {"role": Text.trusted(message.role.value)}
+    fields: dict[str, object] = {"role": TracedText.trusted(message.role.value)}
     content = _content(message, form)
     if content is not None:
         fields["content"] = content
@@ -267,7 +267,7 @@ def _has_image(message: Message) -> bool:
     return any(isinstance(part, ImagePart) for part in message.content or ())
 
 
-def _template_part(part: Part) -> dict[str, object]:
+def _template_part(part: ContentPart) -> dict[str, object]:
     return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
 
 
@@ -280,7 +280,7 @@ def _template_call(call: ToolCall, form: _Form, path: str) -> dict[str, object]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _user(*parts: Part) -> Message:
+def _user(*parts: ContentPart) -> Message:
     return Message(Role.USER, parts)
 
 

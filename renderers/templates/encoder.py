@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from renderers.base import RenderError
 from renderers.markers import AddedTokens
-from renderers.templates.provenance import Text
+from renderers.templates.provenance import TracedText
 
 _BREAKER_ID = -1
 _UNKNOWN = "\U0010fffd"
@@ -54,7 +54,7 @@ class PromptEncoder:
         vocabulary = self._backend.get_added_tokens_decoder()
         return {token_id: here[token.content][1] for token_id, token in vocabulary.items()}
 
-    def encode(self, text: Text) -> list[int]:
+    def encode(self, text: TracedText) -> list[int]:
         """Raises `RenderError` if some text is no Unicode, or cannot be told from a marker by this tokenizer."""
         _check_unicode(text)
         if self._nonce in text:
@@ -86,7 +86,7 @@ class PromptEncoder:
             return False  # a stand-in's id here, which happens to be a marker's id there
         return token_id not in self._unknown_ids or self._markers[token_id].content in text
 
-    def _with_stand_ins(self, text: Text) -> tuple[str, int]:
+    def _with_stand_ins(self, text: TracedText) -> tuple[str, int]:
         """The prompt with each marker that lies in trusted text alone replaced, and how many there are."""
         parts: list[str] = []
         done = count = 0

@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import Environment, pass_environment
 from jinja2.filters import FILTERS, make_attrgetter
 
-from renderers.templates.bounds import Budget, TooMuch
-from renderers.templates.provenance import Text, escape_html, safe
+from renderers.templates.bounds import RenderBudget, TooMuch
+from renderers.templates.provenance import TracedText, escape_html, safe
 
 _FROM_JINJA = """
 abs attr capitalize count d default dictsort first float format groupby indent int items last length list lower
@@ -48,7 +48,9 @@ def join(environment: Environment, value: Iterable[Any], d: str = "", attribute:
     if attribute is not None:
         value = map(make_attrgetter(environment, attribute), value)
     separator = str(d)
-    return (separator if isinstance(separator, Text) else Text(separator, bytes(len(separator)))).join(map(str, value))
+    return (separator if isinstance(separator, TracedText) else TracedText(separator, bytes(len(separator)))).join(
+        map(str, value)
+    )
 
 
 OWN: Mapping[str, Callable[..., Any]] = {
@@ -60,7 +62,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def check(function: Callable[..., Any], budget: Budget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check(function: Callable[..., Any], budget: RenderBudget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise `TooMuch` if this filter would make much of these arguments."""
     if function in _TAKING_APART:
         for argument in args:
@@ -71,7 +73,7 @@ def check(function: Callable[..., Any], budget: Budget, args: Sequence[Any], kwa
         _CHECKS[function](budget, **arguments.arguments)
 
 
-def check_string_method(budget: Budget, text: str, name: str, args: Sequence[Any]) -> None:
+def check_string_method(budget: RenderBudget, text: str, name: str, args: Sequence[Any]) -> None:
     match name, args:
         case "replace", [str(old), str(new), *_]:
             budget.expect(len(text) + text.count(old) * len(new))
@@ -86,39 +88,39 @@ def check_string_method(budget: Budget, text: str, name: str, args: Sequence[Any
             budget.expect(width)
 
 
-def check_printf(budget: Budget, template: str, values: Any) -> None:
+def check_printf(budget: RenderBudget, template: str, values: Any) -> None:
     if _PRINTF_WIDTH.search(template):
         raise TooMuch("it formats to a width of 1000 or more")
     budget.expect(len(template) + template.count("%") * budget.weigh(values))
 
 
-def check_format(budget: Budget, template: str, values: Any) -> None:
+def check_format(budget: RenderBudget, template: str, values: Any) -> None:
     fields = [spec for _, name, spec, _ in Formatter().parse(template) if name is not None]
     if any(spec and _FORMAT_WIDTH.search(spec) for spec in fields):
         raise TooMuch("it formats to a width of 1000 or more")
     budget.expect(len(template) + len(fields) * budget.weigh(values))
 
 
-def _check_format_filter(budget: Budget, value: Any, args: Any = (), kwargs: Any = None) -> None:
+def _check_format_filter(budget: RenderBudget, value: Any, args: Any = (), kwargs: Any = None) -> None:
     check_printf(budget, str(value), kwargs or args)
 
 
-def _check_replace(budget: Budget, s: Any, old: Any, new: Any, **_: Any) -> None:
+def _check_replace(budget: RenderBudget, s: Any, old: Any, new: Any, **_: Any) -> None:
     check_string_method(budget, str(s), "replace", [str(old), str(new)])
 
 
-def _check_join(budget: Budget, value: Any, d: Any, **_: Any) -> None:
+def _check_join(budget: RenderBudget, value: Any, d: Any, **_: Any) -> None:
     check_string_method(budget, str(d), "join", [value])
 
 
-def _check_indent(budget: Budget, s: Any, width: Any, **_: Any) -> None:
+def _check_indent(budget: RenderBudget, s: Any, width: Any, **_: Any) -> None:
     indent_len = len(width) if isinstance(width, str) else int(width)
     if indent_len > _MAX_WIDTH:
         raise TooMuch(f"it indents by more than {_MAX_WIDTH}")
     budget.expect(len(str(s)) + (str(s).count("\n") + 1) * indent_len)
 
 
-def _check_json(budget: Budget, value: Any, indent: Any, separators: Any, **_: Any) -> None:
+def _check_json(budget: RenderBudget, value: Any, indent: Any, separators: Any, **_: Any) -> None:
     separators_len = len(indent) if isinstance(indent, str) else int(indent or 0)
     separators_len += sum(map(len, separators or ()))
     if separators_len > _MAX_JSON_SEPARATORS:
@@ -131,12 +133,12 @@ def _check_json(budget: Budget, value: Any, indent: Any, separators: Any, **_: A
             budget.step()
 
 
-def _check_round(budget: Budget, precision: Any, **_: Any) -> None:
+def _check_round(budget: RenderBudget, precision: Any, **_: Any) -> None:
     if abs(int(precision)) > _MAX_PRECISION:
         raise TooMuch(f"it rounds to more than {_MAX_PRECISION} digits")
 
 
-def _check_sum(budget: Budget, start: Any, **_: Any) -> None:
+def _check_sum(budget: RenderBudget, start: Any, **_: Any) -> None:
     if not isinstance(start, int | float):  # adding lists to lists is quadratic
         raise TooMuch("it sums up what are not numbers")
 

@@ -24,10 +24,10 @@ _ESCAPED = re.compile("[&<>'\"]")
 
 def mask_of(text: str) -> bytes:
     """One byte per character of `text`, 1 where it is trusted."""
-    return text.mask if isinstance(text, Text | SafeText) else _UNTRUSTED * len(text)
+    return text.mask if isinstance(text, TracedText | SafeText) else _UNTRUSTED * len(text)
 
 
-class Text(str):
+class TracedText(str):
     """A `str` with a trust mask, equal to and hashing like its plain text."""
 
     __slots__ = ("mask",)
@@ -52,46 +52,46 @@ class Text(str):
         # `str(x)` is how the compiled template prints a value: it must not lose the mask.
         return self
 
-    def __getitem__(self, key: SupportsIndex | slice) -> "Text":
+    def __getitem__(self, key: SupportsIndex | slice) -> "TracedText":
         if isinstance(key, slice):
-            return Text(str.__getitem__(self, key), self.mask[key])
+            return TracedText(str.__getitem__(self, key), self.mask[key])
         index = key.__index__()
-        return Text(str.__getitem__(self, index), self.mask[index : index + 1 or None])
+        return TracedText(str.__getitem__(self, index), self.mask[index : index + 1 or None])
 
     def __add__(self, other: str) -> str:
         if not isinstance(other, str):
             return NotImplemented  # an Undefined raises its own error then
         if isinstance(other, Markup):
             return _escaped(self) + other
-        return Text(str.__add__(self, other), self.mask + mask_of(other))
+        return TracedText(str.__add__(self, other), self.mask + mask_of(other))
 
-    def __radd__(self, other: str) -> "Text":
+    def __radd__(self, other: str) -> "TracedText":
         if not isinstance(other, str):
             return NotImplemented
-        return Text(str.__add__(other, self), mask_of(other) + self.mask)
+        return TracedText(str.__add__(other, self), mask_of(other) + self.mask)
 
-    def __mul__(self, count: SupportsIndex) -> "Text":
-        return Text(str.__mul__(self, count), self.mask * count)
+    def __mul__(self, count: SupportsIndex) -> "TracedText":
+        return TracedText(str.__mul__(self, count), self.mask * count)
 
     __rmul__ = __mul__
 
-    def join(self, items: Iterable[str], /) -> "Text":
+    def join(self, items: Iterable[str], /) -> "TracedText":
         parts = list(items)
-        return Text(str.join(self, parts), self.mask.join(map(mask_of, parts)))
+        return TracedText(str.join(self, parts), self.mask.join(map(mask_of, parts)))
 
-    def strip(self, chars: str | None = None, /) -> "Text":
+    def strip(self, chars: str | None = None, /) -> "TracedText":
         return self.lstrip(chars).rstrip(chars)
 
-    def lstrip(self, chars: str | None = None, /) -> "Text":
+    def lstrip(self, chars: str | None = None, /) -> "TracedText":
         return self[len(self) - len(str.lstrip(self, chars)) :]
 
-    def rstrip(self, chars: str | None = None, /) -> "Text":
+    def rstrip(self, chars: str | None = None, /) -> "TracedText":
         return self[: len(str.rstrip(self, chars))]
 
-    def removeprefix(self, prefix: str, /) -> "Text":
+    def removeprefix(self, prefix: str, /) -> "TracedText":
         return self[len(self) - len(str.removeprefix(self, prefix)) :]
 
-    def removesuffix(self, suffix: str, /) -> "Text":
+    def removesuffix(self, suffix: str, /) -> "TracedText":
         return self[: len(str.removesuffix(self, suffix))]
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
@@ -120,7 +120,7 @@ class Text(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         if not old or len(self) > _LONG:  # an empty `old` matches between all characters
             return str.replace(self, old, new, count)
-        return Text(str.replace(self, old, new, count), mask_of(new).join(map(mask_of, self.split(old, count))))
+        return TracedText(str.replace(self, old, new, count), mask_of(new).join(map(mask_of, self.split(old, count))))
 
 
 class SafeText(Markup):
@@ -139,7 +139,7 @@ class SafeText(Markup):
         return self
 
     def __str__(self) -> str:
-        return Text("".join([self]), self.mask)
+        return TracedText("".join([self]), self.mask)
 
     def __add__(self, other: object) -> "SafeText":
         if not isinstance(other, str):
@@ -154,7 +154,7 @@ class SafeText(Markup):
 def _escaped(text: str) -> SafeText:
     """As markupsafe escapes; the characters of an entity are trusted as the one was that they stand for."""
     escaped = str.__str__(escape("".join([text])))
-    if not isinstance(text, Text) or len(text) > _LONG:
+    if not isinstance(text, TracedText) or len(text) > _LONG:
         return SafeText(escaped)
     mask, done = bytearray(), 0
     for found in _ESCAPED.finditer("".join([text])):

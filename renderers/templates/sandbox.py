@@ -5,7 +5,7 @@ inside, not from the machine's memory and time: `'x' * 10**9`, a loop in a loop 
 Here what can make much of little is checked before it runs, every value is weighed, the time of a rendering is bounded
 (`bounds`), and names that no chat template needs do not exist.
 
-The template's literals become `Text`, trusted (`provenance`).
+The template's literals become `TracedText`, trusted (`provenance`).
 """
 
 import types
@@ -27,10 +27,10 @@ from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 
 from renderers.templates import filters
-from renderers.templates.bounds import Budget, TooMuch
-from renderers.templates.provenance import Text, mask_of
+from renderers.templates.bounds import RenderBudget, TooMuch
+from renderers.templates.provenance import TracedText, mask_of
 
-_BUDGET: ContextVar[Budget] = ContextVar("the budget of the rendering")
+_BUDGET: ContextVar[RenderBudget] = ContextVar("the budget of the rendering")
 
 _STRING_METHODS = """
 capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower
@@ -56,16 +56,16 @@ class BoundedTemplate:
     def __init__(self, source: str) -> None:
         self._template = _Environment().from_string(source)
 
-    def render(self, variables: Mapping[str, object]) -> Text:
+    def render(self, variables: Mapping[str, object]) -> TracedText:
         """Raises `TemplateRefusal`, `TooMuch`, and whatever Python raises for what the template does."""
-        token = _BUDGET.set(Budget(variables))
+        token = _BUDGET.set(RenderBudget(variables))
         try:
             return _concat(self._template.root_render_func(self._template.new_context(dict(variables))))
         finally:
             _BUDGET.reset(token)
 
 
-def _concat(parts: Iterable[str]) -> Text:
+def _concat(parts: Iterable[str]) -> TracedText:
     """Joins the output of a template, macro or block: what `"".join` does in an ordinary environment."""
     budget, texts, length = _BUDGET.get(), [], 0
     for part in parts:
@@ -73,11 +73,11 @@ def _concat(parts: Iterable[str]) -> Text:
         budget.expect(length)
         budget.step()
         texts.append(part)
-    return budget.admit(Text("".join(texts), b"".join(map(mask_of, texts))))
+    return budget.admit(TracedText("".join(texts), b"".join(map(mask_of, texts))))
 
 
 class _Generator(CodeGenerator):
-    """Compiles string literals to `Text`, and lets what makes or compares values, or prints them, be weighed."""
+    """Compiles string literals to `TracedText`, and lets what makes or compares values, or prints them, be weighed."""
 
     environment: "_Environment"
 
@@ -124,7 +124,7 @@ class _Generator(CodeGenerator):
         self.write(")")
 
     def _literal(self, text: str) -> str:
-        self.environment.literals.append(Text.trusted(text))
+        self.environment.literals.append(TracedText.trusted(text))
         return f"environment.literals[{len(self.environment.literals) - 1}]"
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
@@ -200,7 +200,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             optimized=False,
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         )
-        self.literals: list[Text] = []
+        self.literals: list[TracedText] = []
         self.filters = {name: _bounded(FILTERS[name]) for name in filters.FROM_JINJA}
         self.filters |= {name: _bounded(function) for name, function in filters.OWN.items()}
         self.filters["iterated"] = _iterated
@@ -253,7 +253,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return budget.admit(super().call(__context, __callable, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, Text):
+        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, TracedText):
             value = getattr("".join([value.__self__]), value.__name__)  # jinja makes the result of the string's type
         formatted = super().wrap_str_format(value)
         if formatted is None:
@@ -295,12 +295,12 @@ def _iterated(items: Any) -> Any:
     return _settled(_BUDGET.get(), items)
 
 
-def _settled(budget: Budget, value: Any) -> Any:
+def _settled(budget: RenderBudget, value: Any) -> Any:
     # A loop's own object is an iterator too, but its items are counted by the loop.
     return value if isinstance(value, LoopContext) else budget.settle(value)
 
 
-def _check_callable(budget: Budget, function: Any, args: tuple[Any, ...]) -> None:
+def _check_callable(budget: RenderBudget, function: Any, args: tuple[Any, ...]) -> None:
     if not isinstance(function, types.BuiltinMethodType | types.MethodType):
         return
     owner, name = function.__self__, function.__name__
@@ -315,7 +315,7 @@ def _check_callable(budget: Budget, function: Any, args: tuple[Any, ...]) -> Non
         filters.check_string_method(budget, owner, name, args)
 
 
-def _check_product(budget: Budget, left: Any, right: Any) -> None:
+def _check_product(budget: RenderBudget, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         if left.bit_length() + right.bit_length() > 4096:
             raise TooMuch("it multiplies numbers that are too large")

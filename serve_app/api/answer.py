@@ -9,10 +9,10 @@ from hashlib import blake2b
 
 from engines.protocol import GenerateRequest, TokenDelta
 from serve_app.api.chunks import Chunks, ReplyHead
-from serve_app.api.reply import Part, Reply, Scored, fold
+from serve_app.api.reply import Reply, ReplyPart, Scored, fold
 from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import ReplyOptions
-from serve_app.catalog.catalog import Catalog, Target
+from serve_app.catalog.catalog import Catalog, ResolvedModel
 from serve_app.config.service import LimitsConfig
 from serve_app.replicas.generation import Generation, Replicas
 from serve_app.workers import Workers
@@ -43,9 +43,9 @@ class Answer:
     chunks: Chunks
     tool_check: ToolCheck
     workers: Workers
-    preface: Callable[[TokenDelta], Part] | None = None
+    preface: Callable[[TokenDelta], ReplyPart] | None = None
 
-    async def parts(self) -> AsyncGenerator[Part, None]:
+    async def parts(self) -> AsyncGenerator[ReplyPart, None]:
         """The reply as it comes. Close it."""
         async with aclosing(self._unchecked()) as parts:
             async for part in parts:
@@ -55,7 +55,7 @@ class Answer:
                     self.tool_check.finish()
                 yield part
 
-    async def shown(self, part: Part) -> bytes:
+    async def shown(self, part: ReplyPart) -> bytes:
         """The events of a part that may be long."""
         return await self.workers.run(_scores_us(part.scored), self.chunks.part, part)
 
@@ -69,7 +69,7 @@ class Answer:
         self.tool_check.finish()
         return await self.workers.run(_scores_us(reply.scored), self.chunks.whole, reply, self.reply.usage)
 
-    async def _unchecked(self) -> AsyncGenerator[Part, None]:
+    async def _unchecked(self) -> AsyncGenerator[ReplyPart, None]:
         delta = self.generation.first
         if self.preface is not None:
             yield self.preface(delta)
@@ -89,7 +89,9 @@ def _scores_us(scored: Sequence[Scored]) -> float:
     return len(scored) * (4 + 2 * alternatives)
 
 
-def new_head(prefix: str, target: Target, options: ReplyOptions, prompt_token_ids: tuple[int, ...] | None) -> ReplyHead:
+def new_head(
+    prefix: str, target: ResolvedModel, options: ReplyOptions, prompt_token_ids: tuple[int, ...] | None
+) -> ReplyHead:
     """With a fresh id, which is also the request's in the engine: those that callers choose may repeat."""
     return ReplyHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), target.requested, options, prompt_token_ids)
 

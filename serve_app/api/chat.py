@@ -14,9 +14,9 @@ from serve_app.api.schema.sampling import parse_body
 from serve_app.api.ticket import JsonObject, Ticket
 from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import ChatRequest, generate_request, validate_chat
-from serve_app.catalog.catalog import Target
+from serve_app.catalog.catalog import ResolvedModel
 from serve_app.catalog.checkpoint_templates import RENDER_US
-from serve_app.replicas.generation import opened
+from serve_app.replicas.generation import open_generation
 
 
 @asynccontextmanager
@@ -39,8 +39,9 @@ async def open_chat(edge: Edge, ticket: Ticket, raw: JsonObject) -> AsyncIterato
         separate_reasoning=request.separate_reasoning,
     )
     ticket.charge_prompt(len(prompt.token_ids))
-    deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
-    async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
+    affinity = affinity_of(request.prompt_cache_key, generate)
+    deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
+    async with open_generation(deltas, edge.limits.first_token_timeout_s) as generation:
         chunks, check = ChatChunks(head, target.model.table), ToolCheck(request.tool_rules)
         yield Answer(request.options.stream, generation, reply, chunks, check, edge.workers)
 
@@ -49,13 +50,13 @@ def _stop_strings(request: ChatRequest) -> tuple[str, ...]:
     return (*request.options.stop_strings, *request.renderer.stop_strings)
 
 
-def _render_us(request: ChatRequest, target: Target, body_bytes: int) -> int:
+def _render_us(request: ChatRequest, target: ResolvedModel, body_bytes: int) -> int:
     """About a microsecond per byte of the body. A template that a checkpoint brought along may take what it is allowed
     to take, whatever the body.
     """
     return body_bytes if request.renderer is target.model.renderer else max(body_bytes, RENDER_US)
 
 
-def _render(request: ChatRequest, target: Target) -> RenderedPrompt:
+def _render(request: ChatRequest, target: ResolvedModel) -> RenderedPrompt:
     check_conversation_length(request, target.model, target.context_length)
     return request.renderer.render(request.conversation)

@@ -11,7 +11,7 @@ from typing import Protocol
 from renderers.messages import ToolCall
 from renderers.replies.detokenize import TokenTable
 from serve_app.api.logprobs import chat_logprobs, encoded, quoted, text_logprobs
-from serve_app.api.reply import Part, Scored, Usage, WholeReply
+from serve_app.api.reply import ReplyPart, Scored, Usage, WholeReply
 from serve_app.api.schema.replies import ChatMessage, ToolCallReply, UsageReply
 from serve_app.api.validate import ReplyOptions
 
@@ -35,7 +35,7 @@ class Chunks(Protocol):
     def begin(self) -> bytes:
         """The events before the first part."""
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: ReplyPart) -> bytes:
         """The events of one part; empty when it has nothing to show."""
 
     def end(self, usage: Usage) -> bytes:
@@ -63,7 +63,7 @@ class ChatChunks:
         first = '{"role":"assistant","content":"","reasoning_content":null}'
         return self._event(f'{first},"finish_reason":null,"logprobs":null{ids}')
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: ReplyPart) -> bytes:
         events = b""
         if part.text or part.reasoning or part.tool_calls or (self._has_extras and part.token_ids):
             extras = self._extras(part) if self._has_extras else '"logprobs":null'
@@ -93,7 +93,7 @@ class ChatChunks:
     def _event(self, choice: str) -> bytes:
         return f"{self._before_delta}{choice}{self._after}".encode("ascii")
 
-    def _delta(self, part: Part) -> str:
+    def _delta(self, part: ReplyPart) -> str:
         text = quoted(part.text) if part.text else "null"
         reasoning = quoted(part.reasoning) if part.reasoning else "null"
         if not part.tool_calls:
@@ -104,7 +104,7 @@ class ChatChunks:
             self._num_calls += 1
         return f'{{"content":{text},"reasoning_content":{reasoning},"tool_calls":{encoded(calls)}}}'
 
-    def _extras(self, part: Part) -> str:
+    def _extras(self, part: ReplyPart) -> str:
         return f'"logprobs":{self._logprobs(part.scored)}{_ids_field(self._head, part.token_ids, is_first=False)}'
 
     def _logprobs(self, scored: Sequence[Scored]) -> str:
@@ -128,7 +128,7 @@ class TextChunks:
     def begin(self) -> bytes:
         return b""
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: ReplyPart) -> bytes:
         is_last = part.finish_reason is not None
         if not (part.text or is_last or (self._has_extras and (part.token_ids or part.scored))):
             return b""
@@ -144,7 +144,7 @@ class TextChunks:
         choice = f'"text":{text},"finish_reason":"{reply.finish_reason}","logprobs":{logprobs}'
         return _whole(self._head, "text_completion", choice, reply, usage)
 
-    def _extras(self, part: Part) -> str:
+    def _extras(self, part: ReplyPart) -> str:
         ids = _ids_field(self._head, part.token_ids, is_first=self._is_first)
         self._is_first = False
         return f'"logprobs":{self._logprobs(part.scored)}{ids}'

@@ -8,14 +8,14 @@ from serve_app.api.body_limits import check_sizes
 from serve_app.api.chunks import TextChunks
 from serve_app.api.prompt import PromptTokens, detokenize, tokenize, tokenize_for_echo
 from serve_app.api.prompt_limits import check_prompt_length
-from serve_app.api.reply import PlainParser, Reply, TextReader
+from serve_app.api.reply import Reply, TextReader, UnformattedParser
 from serve_app.api.schema.completion import CompletionBody
 from serve_app.api.schema.sampling import parse_body
 from serve_app.api.ticket import JsonObject, Ticket
 from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import CompletionRequest, ToolRules, generate_request, validate_completion
-from serve_app.catalog.catalog import Target
-from serve_app.replicas.generation import opened
+from serve_app.catalog.catalog import ResolvedModel
+from serve_app.replicas.generation import open_generation
 from serve_app.workers import Workers
 
 
@@ -37,17 +37,20 @@ async def open_completion(edge: Edge, ticket: Ticket, raw: JsonObject) -> AsyncI
         hidden_ids=target.model.table.added.special_ids,
         offset=len(prompt.text) if request.echo else 0,
     )
-    reply = Reply(reader, PlainParser(), num_prompt_tokens=len(prompt.token_ids), end_token_ids=target.end_token_ids)
+    reply = Reply(
+        reader, UnformattedParser(), num_prompt_tokens=len(prompt.token_ids), end_token_ids=target.end_token_ids
+    )
     chunks = TextChunks(head, target.model.table)
     ticket.charge_prompt(len(prompt.token_ids))
-    deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity_of(request.affinity, generate))
-    async with opened(deltas, edge.limits.first_token_timeout_s) as generation:
+    affinity = affinity_of(request.prompt_cache_key, generate)
+    deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
+    async with open_generation(deltas, edge.limits.first_token_timeout_s) as generation:
         preface = prompt.echo if request.echo else None
         check = ToolCheck(ToolRules())
         yield Answer(request.options.stream, generation, reply, chunks, check, edge.workers, preface)
 
 
-async def _prompt(request: CompletionRequest, target: Target, workers: Workers) -> PromptTokens:
+async def _prompt(request: CompletionRequest, target: ResolvedModel, workers: Workers) -> PromptTokens:
     if isinstance(request.prompt, str):
         cost_us = len(request.prompt)
         await workers.run(cost_us, check_prompt_length, request.prompt, target.model, target.context_length)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engines.protocol import TokenDelta
 from renderers.replies.detokenize import TokenTable, visible_text
-from serve_app.api.reply import Part, Scored
+from serve_app.api.reply import ReplyPart, Scored
 from serve_app.catalog.served_model import ServedModel
 from serve_app.errors import InvalidRequest
 
@@ -17,10 +17,10 @@ class PromptTokens:
     text: str = ""
     offsets: tuple[int, ...] = ()
 
-    def echo(self, first: TokenDelta) -> Part:
+    def echo(self, first: TokenDelta) -> ReplyPart:
         """The part that repeats the prompt, with its log-probabilities if the engine computed them."""
         scored = tuple(map(Scored, self.token_ids, first.prompt_logprobs, self.offsets)) if self.offsets else ()
-        return Part(text=self.text, scored=scored)
+        return ReplyPart(text=self.text, scored=scored)
 
 
 def tokenize(prompt: str, model: ServedModel) -> PromptTokens:

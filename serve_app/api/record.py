@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from serve_app.api.reply import Reply
-from serve_app.catalog.catalog import Target
+from serve_app.catalog.catalog import ResolvedModel
 
 
 class Outcome(StrEnum):
@@ -43,7 +43,7 @@ class RequestRecord:
     first_token_s: float | None = None
     duration_s: float = 0.0
 
-    def about(self, target: Target, *, streamed: bool) -> None:
+    def about(self, target: ResolvedModel, *, streamed: bool) -> None:
         """Note where the request goes, once it was accepted."""
         self.model = target.model.id
         self.adapter_digest = target.adapter.digest if target.adapter is not None else ""

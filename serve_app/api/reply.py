@@ -1,7 +1,7 @@
 """One reply's state: token ids to text, reasoning and tool calls, with stop strings, log-probabilities and usage.
 
-A reply is a series of `Part`s, one per delta of the engine, however those are cut. A stream sends the parts as they
-come; a whole reply is their fold.
+A reply is a series of `ReplyPart`s, one per delta of the engine, however those are cut. A stream sends the parts as
+they come; a whole reply is their fold.
 """
 
 from collections.abc import AsyncIterable, Sequence
@@ -39,7 +39,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReplyPart:
     """What one delta added. `finish_reason` is set on the last part."""
 
     text: str = ""
@@ -62,7 +62,7 @@ class WholeReply:
     finish_reason: str | None = None
 
 
-async def fold(parts: AsyncIterable[Part]) -> WholeReply:
+async def fold(parts: AsyncIterable[ReplyPart]) -> WholeReply:
     whole = WholeReply()
     texts: list[str] = []
     reasonings: list[str] = []
@@ -118,7 +118,7 @@ class TextReader:
         return pieces if self._stop is None else self._stop.feed(pieces)
 
 
-class PlainParser:
+class UnformattedParser:
     """For replies that have no format: all of it is text."""
 
     malformed = False
@@ -183,7 +183,7 @@ class Reply:
         """So far."""
         return Usage(self._num_prompt_tokens, self._cached_tokens, self._completion_tokens, self._reasoning_tokens)
 
-    def feed(self, delta: TokenDelta) -> Part:
+    def feed(self, delta: TokenDelta) -> ReplyPart:
         self._cached_tokens += delta.cached_tokens
         num_texts = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP)  # a stop token has no text
         deltas: list[Delta] = []
@@ -229,7 +229,7 @@ class Reply:
 
     def _part(
         self, deltas: list[Delta], token_ids: tuple[int, ...], scored: tuple[Scored, ...], finish_reason: str | None
-    ) -> Part:
+    ) -> ReplyPart:
         texts: list[str] = []
         reasonings: list[str] = []
         calls: list[ToolCall] = []
@@ -244,4 +244,4 @@ class Reply:
         if finish_reason is not None and self._num_calls:
             finish_reason = "tool_calls"
         self.finish_reason = finish_reason
-        return Part("".join(texts), "".join(reasonings), tuple(calls), token_ids, scored, finish_reason)
+        return ReplyPart("".join(texts), "".join(reasonings), tuple(calls), token_ids, scored, finish_reason)

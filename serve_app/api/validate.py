@@ -11,7 +11,7 @@ from serve_app.access.auth import Caller
 from serve_app.api.schema.chat import ChatBody, ImageContent, MessageBody, NamedFunction, ToolBody, ToolChoice
 from serve_app.api.schema.completion import CompletionBody, ImageChunk, Prompt
 from serve_app.api.schema.sampling import SamplingFields
-from serve_app.catalog.catalog import Target
+from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import InvalidRequest
 from serve_app.explain import show
@@ -53,7 +53,7 @@ class ChatRequest:
     max_tokens: int | None
     sampling: SamplingParams
     options: ReplyOptions
-    affinity: str
+    prompt_cache_key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class CompletionRequest:
     max_tokens: int | None
     sampling: SamplingParams
     options: ReplyOptions
-    affinity: str
+    prompt_cache_key: str
 
 
-def validate_chat(body: ChatBody, target: Target, limits: LimitsConfig) -> ChatRequest:
+def validate_chat(body: ChatBody, target: ResolvedModel, limits: LimitsConfig) -> ChatRequest:
     """Raises `InvalidRequest` or `RenderError`."""
     if target.renderer is None:
         raise InvalidRequest(
@@ -90,11 +90,11 @@ def validate_chat(body: ChatBody, target: Target, limits: LimitsConfig) -> ChatR
         max_tokens=body.max_completion_tokens or body.max_tokens,
         sampling=_sampling(body, target, logprobs=logprobs),
         options=_options(body, limits, logprobs=logprobs),
-        affinity=body.prompt_cache_key or "",
+        prompt_cache_key=body.prompt_cache_key or "",
     )
 
 
-def validate_completion(body: CompletionBody, target: Target, limits: LimitsConfig) -> CompletionRequest:
+def validate_completion(body: CompletionBody, target: ResolvedModel, limits: LimitsConfig) -> CompletionRequest:
     """Raises `InvalidRequest`."""
     prompt = _prompt(body, target)
     echo = bool(body.echo)
@@ -110,14 +110,14 @@ def validate_completion(body: CompletionBody, target: Target, limits: LimitsConf
         max_tokens=body.max_tokens,
         sampling=replace(sampling, prompt_logprobs=body.logprobs if echo else None),
         options=_options(body, limits, logprobs=body.logprobs),
-        affinity=body.prompt_cache_key or "",
+        prompt_cache_key=body.prompt_cache_key or "",
     )
 
 
 def generate_request(
     request: ChatRequest | CompletionRequest,
     prompt_token_ids: Sequence[int],
-    target: Target,
+    target: ResolvedModel,
     caller: Caller,
     *,
     request_id: str,
@@ -143,7 +143,7 @@ def generate_request(
     return GenerateRequest(request_id, tuple(prompt_token_ids), sampling, target.adapter, caller.name)
 
 
-def _sampling(body: SamplingFields, target: Target, *, logprobs: int | None) -> SamplingParams:
+def _sampling(body: SamplingFields, target: ResolvedModel, *, logprobs: int | None) -> SamplingParams:
     biases = body.logit_bias or {}
     for token_id in biases:
         _in_vocabulary("logit_bias", token_id, target)
@@ -190,7 +190,7 @@ def _options(body: SamplingFields, limits: LimitsConfig, *, logprobs: int | None
     )
 
 
-def _prompt(body: CompletionBody, target: Target) -> Prompt:
+def _prompt(body: CompletionBody, target: ResolvedModel) -> Prompt:
     if (body.prompt is None) == (body.prompt_chunks is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidRequest(f"Exactly one of prompt and prompt_chunks must be set, got {given}.", "prompt")
@@ -215,7 +215,7 @@ def _tools(bodies: Sequence[ToolBody]) -> tuple[Tool, ...]:
     return tuple(Tool(body.function.name, body.function.parameters or {}, body.declared) for body in bodies)
 
 
-def _tool_rules(body: ChatBody, tools: Sequence[Tool], target: Target) -> ToolRules:
+def _tool_rules(body: ChatBody, tools: Sequence[Tool], target: ResolvedModel) -> ToolRules:
     choice = body.tool_choice or "auto"
     rules = ToolRules(choice, body.parallel_tool_calls is not False)
     if choice in ("auto", "none"):
@@ -258,11 +258,11 @@ def _parts(body: MessageBody, at: str) -> tuple[TextPart, ...] | None:
     return tuple(TextPart(part.text) for part in body.content if not isinstance(part, ImageContent))
 
 
-def _takes_no_images(target: Target, at: str) -> InvalidRequest:
+def _takes_no_images(target: ResolvedModel, at: str) -> InvalidRequest:
     return InvalidRequest(f"{at} is an image, and the model {target.model.id!r} takes no images.", at)
 
 
-def _in_vocabulary(field: str, token_id: int, target: Target) -> None:
+def _in_vocabulary(field: str, token_id: int, target: ResolvedModel) -> None:
     if token_id >= target.model.vocab_size:
         raise InvalidRequest(
             f"{field} must hold token ids below the vocabulary size {target.model.vocab_size}, got {token_id}.", field

@@ -13,7 +13,7 @@ from serve_app.errors import InvalidRequest, ModelNotFound
 from serve_app.model_id import BaseModelId, CheckpointPath, parse
 
 
-class Checkpoint(Protocol):
+class ResolvedCheckpoint(Protocol):
     """A verified checkpoint in a local directory (`checkpoints.py`)."""
 
     @property
@@ -47,7 +47,7 @@ class Listing(Protocol):
 class Checkpoints(Protocol):
     """Where checkpoints come from."""
 
-    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
+    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> ResolvedCheckpoint:
         """The content that the path has now. Raises a `CheckpointError`; what is someone else's does not exist."""
 
     async def list(self, owner: str | None) -> Listing:
@@ -58,7 +58,7 @@ class Checkpoints(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ResolvedModel:
     """Where a request goes. `requested` comes back in the reply's `model`."""
 
     requested: str
@@ -107,18 +107,18 @@ class Catalog:
         model = None if trained_on is None else self._trained_on(trained_on)
         return trained_on is None or (model is not None and _may_use(caller, model))
 
-    async def resolve(self, requested: str, caller: Caller) -> Target:
+    async def resolve(self, requested: str, caller: Caller) -> ResolvedModel:
         """Raises `InvalidRequest`, `ModelNotFound` or a `CheckpointError`."""
         model_id = parse(requested)
         named = None if model_id.base is None else self._base(model_id.base, caller)
         if model_id.checkpoint is None:
             assert named is not None
             model, context_length = named
-            return Target(requested, model, context_length, model.renderer)
+            return ResolvedModel(requested, model, context_length, model.renderer)
         checkpoint = await self._checkpoint(model_id.checkpoint, caller)
         model, context_length = self._base_of(model_id.checkpoint, checkpoint, named, caller)
         adapter = Adapter(checkpoint.digest, str(checkpoint.directory))
-        return Target(requested, model, context_length, await self._renderer(model, checkpoint), adapter)
+        return ResolvedModel(requested, model, context_length, await self._renderer(model, checkpoint), adapter)
 
     def _base(self, base: BaseModelId, caller: Caller) -> tuple[ServedModel, int]:
         model = self.models.get(base.name)
@@ -131,7 +131,7 @@ class Catalog:
             raise _not_found(str(base))
         return model, context_length
 
-    async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> Checkpoint:
+    async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> ResolvedCheckpoint:
         if self._checkpoints is None:
             raise _not_found(str(path))
         return await self._checkpoints.resolve_for(path, caller.owner)
@@ -141,7 +141,11 @@ class Catalog:
         return self._known_as.get(name) or self._known_as.get(name.partition(":")[0])
 
     def _base_of(
-        self, path: CheckpointPath, checkpoint: Checkpoint, named: tuple[ServedModel, int] | None, caller: Caller
+        self,
+        path: CheckpointPath,
+        checkpoint: ResolvedCheckpoint,
+        named: tuple[ServedModel, int] | None,
+        caller: Caller,
     ) -> tuple[ServedModel, int]:
         trained_on = checkpoint.base_model
         if trained_on is None:
@@ -162,7 +166,7 @@ class Catalog:
         variant = trained_on.partition(":")[2]
         return own, own.config.variants.get(variant, own.context_length)
 
-    async def _renderer(self, model: ServedModel, checkpoint: Checkpoint) -> Renderer | None:
+    async def _renderer(self, model: ServedModel, checkpoint: ResolvedCheckpoint) -> Renderer | None:
         """With the checkpoint's own template, if the catalogue lets it bring one."""
         template = checkpoint.chat_template
         if template is None or not model.config.allow_checkpoint_chat_template:

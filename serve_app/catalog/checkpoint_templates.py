@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from renderers.base import Renderer, TemplateRefused
 from serve_app.catalog.served_model import ServedModel
 from serve_app.errors import CheckpointRefused
-from serve_app.single_flight import Flights
+from serve_app.single_flight import SingleFlight
 
 RENDER_US = 500_000
 """What one may take to render, whatever the conversation (`renderers/templates/bounds.py`)."""
@@ -28,7 +28,7 @@ class OwnTemplates:
 
     def __init__(self) -> None:
         executor = ThreadPoolExecutor(_BUILDERS, thread_name_prefix="chat-template")
-        self._flights = Flights[_Key, _Built](executor)
+        self._building = SingleFlight[_Key, _Built](executor)
         self._mutex = threading.Lock()
         self._known: OrderedDict[_Key, _Built] = OrderedDict()
 
@@ -37,7 +37,7 @@ class OwnTemplates:
         key = (model.id, template)
         built = self._remembered(key)
         if built is None:
-            built = await self._flights.run(key, lambda: self._build(key, model))
+            built = await self._building.run(key, lambda: self._build(key, model))
         if isinstance(built, str):
             raise CheckpointRefused(f"chat_template.jinja of the checkpoint cannot be used: {built}")
         return built

@@ -5,7 +5,7 @@
     content.py      one folder: complete, whose, which digest      metadata.py    checkpoint.json
     archive.py tar.py   a checkpoint as a tar file                 disk_cache.py  local copies, bounded
     listing.py      which there are               report.py      errors, with whose checkpoint it is
-    beneath.py      opening files below a root    filesystem.py  fsspec           flights.py   single flight
+    root_folder.py  opening files below a root    filesystem.py  fsspec
 
 Errors are those of `serve_app.errors`: `CheckpointError` and below, and `InvalidRequest` for a link out of its root.
 """

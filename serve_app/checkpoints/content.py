@@ -25,7 +25,7 @@ from serve_app.checkpoints.metadata import (
     parse_metadata,
 )
 from serve_app.checkpoints.report import OwnedRefused, Report, Unfit
-from serve_app.checkpoints.root_folder import open_in, opened
+from serve_app.checkpoints.root_folder import open_below, open_in
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MARKER_FILE: Final = "checkpoint_complete"
@@ -88,7 +88,7 @@ def open_folder(root: str, parts: tuple[str, ...]) -> Iterator[Folder | None]:
     """None when there is no folder. Files are opened, not only looked up: over NFS that is what fetches their state
     anew. Raises `LeavesRoot` or `OSError`.
     """
-    with opened(root, parts) as found:
+    with open_below(root, parts) as found:
         if found is None or not stat.S_ISDIR(os.fstat(found[0]).st_mode):
             yield None
             return

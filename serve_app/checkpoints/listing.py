@@ -22,7 +22,7 @@ from serve_app.checkpoints.metadata import (
     json_object,
     parse_metadata,
 )
-from serve_app.checkpoints.root_folder import LeavesRoot, opened
+from serve_app.checkpoints.root_folder import LeavesRoot, open_below
 from serve_app.checkpoints.tar import Member, TarRefused, TarTruncated, TarWrong, known_files
 from serve_app.errors import InvalidRequest
 from serve_app.model_id import CheckpointPath, parse_checkpoint_path
@@ -140,7 +140,7 @@ def _look_at_tar(root: str, run: str, name: str, search: Search) -> None:
         path = _path(run, name.removesuffix(_TAR))
         if folder is not None or path is None:  # a folder of that name counts
             return
-    with opened(root, (run, FOLDER, name)) as found, suppress(TarRefused, TarTruncated, TarWrong):
+    with open_below(root, (run, FOLDER, name)) as found, suppress(TarRefused, TarTruncated, TarWrong):
         if found is not None and search.claim(path):
             members = known_files(found[0])
             if {CONFIG_FILE, WEIGHTS_FILE} <= members.keys():

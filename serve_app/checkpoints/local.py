@@ -26,9 +26,9 @@ from serve_app.checkpoints.checkpoint import Checkpoint
 from serve_app.checkpoints.content import Fingerprint, Reader, fingerprint, open_folder
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused, Report
-from serve_app.checkpoints.root_folder import opened
+from serve_app.checkpoints.root_folder import open_below
 from serve_app.model_id import CheckpointPath
-from serve_app.single_flight import Flights
+from serve_app.single_flight import SingleFlight
 
 FOLDER: Final = "sampler_weights"
 YOUNG_S: Final = 10.0
@@ -40,7 +40,7 @@ _ATTEMPTS: Final = 4
 _REMEMBERED: Final = 4096
 _REMEMBERED_CHARACTERS: Final = 1 << 25
 
-Outcome = Checkpoint | OwnedRefused
+LookupResult = Checkpoint | OwnedRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class _Memory:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._outcomes: OrderedDict[CheckpointPath, tuple[Fingerprint, Outcome]] = OrderedDict()
+        self._outcomes: OrderedDict[CheckpointPath, tuple[Fingerprint, LookupResult]] = OrderedDict()
         self._characters = 0
 
-    def get(self, path: CheckpointPath, state: Fingerprint) -> Outcome | None:
+    def get(self, path: CheckpointPath, state: Fingerprint) -> LookupResult | None:
         with self._mutex:
             known = self._outcomes.get(path)
             if known is None or known[0] != state:
@@ -70,7 +70,7 @@ class _Memory:
             self._outcomes.move_to_end(path)
             return known[1]
 
-    def put(self, path: CheckpointPath, state: Fingerprint, outcome: Outcome) -> None:
+    def put(self, path: CheckpointPath, state: Fingerprint, outcome: LookupResult) -> None:
         with self._mutex:
             if path in self._outcomes:
                 self._characters -= _characters(self._outcomes.pop(path)[1])
@@ -80,7 +80,7 @@ class _Memory:
                 self._characters -= _characters(self._outcomes.popitem(last=False)[1][1])
 
 
-def _characters(outcome: Outcome) -> int:
+def _characters(outcome: LookupResult) -> int:
     return len(outcome.chat_template or "") if isinstance(outcome, Checkpoint) else 0
 
 
@@ -101,7 +101,7 @@ class LocalRoot:
         self.num_reads = 0
         self._cache = cache
         self._looks = looks
-        self._flights = Flights[tuple[CheckpointPath, Fingerprint], Checkpoint | None](reads)
+        self._reading = SingleFlight[tuple[CheckpointPath, Fingerprint], Checkpoint | None](reads)
         self._max_bytes = max_bytes
         self._clock = clock
         self._memory = _Memory()
@@ -114,9 +114,9 @@ class LocalRoot:
         seen = await asyncio.get_running_loop().run_in_executor(self._looks, self._look, path)
         if not isinstance(seen, _Seen):
             return _settled(seen)
-        return await self._flights.run((path, seen.state), lambda: self._read(path))
+        return await self._reading.run((path, seen.state), lambda: self._read(path))
 
-    def _look(self, path: CheckpointPath) -> _Seen | Outcome | None:
+    def _look(self, path: CheckpointPath) -> _Seen | LookupResult | None:
         """What is remembered of the path, or else its state."""
         with open_folder(self.root, _parts(path)) as folder:
             seen = None if folder is None else _Seen(folder.fingerprint, folder.changed_at, is_tar=False)
@@ -130,7 +130,7 @@ class LocalRoot:
         return known or seen
 
     def _look_for_tar(self, path: CheckpointPath) -> _Seen | None:
-        with opened(self.root, _parts(path, ".tar")) as found:
+        with open_below(self.root, _parts(path, ".tar")) as found:
             if found is None:
                 return None
             status = os.fstat(found[0])
@@ -158,7 +158,7 @@ class LocalRoot:
 
     def _outcome(
         self, path: CheckpointPath, seen: _Seen, report: Report, *, is_young: bool
-    ) -> Outcome | OwnedIncomplete | None:
+    ) -> LookupResult | OwnedIncomplete | None:
         """None when what was seen is not there any more."""
         self.num_reads += 1
         try:
@@ -173,7 +173,7 @@ class LocalRoot:
             return afresh(exc)
 
     def _read_tar(self, path: CheckpointPath, report: Report, *, is_young: bool) -> Checkpoint | None:
-        with opened(self.root, _parts(path, ".tar")) as found:
+        with open_below(self.root, _parts(path, ".tar")) as found:
             if found is None:
                 return None
             content, directory = unpack_into(
@@ -186,7 +186,7 @@ def _parts(path: CheckpointPath, suffix: str = "") -> tuple[str, ...]:
     return path.run, FOLDER, path.name + suffix
 
 
-def _settled(outcome: Outcome | OwnedIncomplete | None) -> Checkpoint | None:
+def _settled(outcome: LookupResult | OwnedIncomplete | None) -> Checkpoint | None:
     if isinstance(outcome, Exception):
         raise afresh(outcome)
     return outcome

@@ -33,7 +33,7 @@ from serve_app.errors import (
     CheckpointUnavailable,
 )
 from serve_app.model_id import CheckpointPath
-from serve_app.single_flight import Flights
+from serve_app.single_flight import SingleFlight
 
 _ATTEMPTS = 3
 _REMEMBERED = 1024
@@ -85,9 +85,9 @@ class RemoteRoot:
         self.num_fetches = 0
         self._url = url
         self._cache = cache
-        self._listings = Flights[CheckpointPath, _Listing | None](looks)
-        self._entries = Flights[tuple[CheckpointPath, str], str | None](looks)
-        self._fetches = Flights[tuple[CheckpointPath, _Listing], tuple[Content, str]](reads)
+        self._listings = SingleFlight[CheckpointPath, _Listing | None](looks)
+        self._entries = SingleFlight[tuple[CheckpointPath, str], str | None](looks)
+        self._fetches = SingleFlight[tuple[CheckpointPath, _Listing], tuple[Content, str]](reads)
         self._max_bytes = max_bytes
         self._recheck_s = recheck_s
         self._known: OrderedDict[CheckpointPath, _Known] = OrderedDict()

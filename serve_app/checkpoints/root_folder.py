@@ -20,7 +20,7 @@ class LeavesRoot(Exception):
 
 
 @contextmanager
-def opened(root: str, parts: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]] | None]:
+def open_below(root: str, parts: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]] | None]:
     """A descriptor of what lies at `parts` below `root`, and its real parts, links resolved; None if nothing does.
 
     Raises `LeavesRoot`, or `OSError` when something is in the way.
@@ -39,8 +39,8 @@ def opened(root: str, parts: Sequence[str]) -> Iterator[tuple[int, tuple[str, ..
 
 
 def open_in(root: str, folder: int, real: Sequence[str], name: str) -> int | None:
-    """A descriptor of `name` in a folder that `opened` has opened, by one call unless it is a link. To be closed by the
-    caller.
+    """A descriptor of `name` in a folder that `open_below` has opened, by one call unless it is a link. To be closed by
+    the caller.
     """
     try:
         return os.open(name, _FLAGS, dir_fd=folder)
@@ -49,7 +49,7 @@ def open_in(root: str, folder: int, real: Sequence[str], name: str) -> int | Non
             return None
         if exc.errno != errno.ELOOP:
             raise
-    with opened(root, (*real, name)) as found:
+    with open_below(root, (*real, name)) as found:
         return None if found is None else os.dup(found[0])
 
 

@@ -27,7 +27,7 @@ from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused
 from serve_app.checkpoints.root_folder import LeavesRoot
 from serve_app.errors import CheckpointNotFound, CheckpointUnavailable, InvalidRequest
 from serve_app.model_id import CheckpointPath
-from serve_app.single_flight import Flights
+from serve_app.single_flight import SingleFlight
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class CheckpointStore:
         self._roots = [self._root(root, max_bytes, recheck_s) for root in roots]
         # Each root has its own: one that hangs keeps them all.
         self._searches = [ThreadPoolExecutor(2, thread_name_prefix="checkpoint-list") for _ in roots]
-        self._listings = [Flights[str | None, Search](searches) for searches in self._searches]
+        self._listings = [SingleFlight[str | None, Search](searches) for searches in self._searches]
 
     def _root(self, root: str, max_bytes: int, recheck_s: float) -> LocalRoot | RemoteRoot:
         if root.startswith("file://"):

@@ -6,7 +6,7 @@ from serve_app.api.prompt import tokenize
 from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.sampling import parse_body
 from serve_app.api.validate import validate_chat
-from serve_app.catalog.catalog import Target
+from serve_app.catalog.catalog import ResolvedModel
 from serve_app.catalog.served_model import ServedModel, load_model
 from serve_app.config.service import ModelConfig, ServiceConfig
 from serve_app.errors import ConfigRefused
@@ -15,7 +15,7 @@ from serve_app.errors import ConfigRefused
 def render_chat(service: ServiceConfig, model_id: str | None, body: Mapping[str, object]) -> list[tuple[int, str]]:
     """The tokens of a body of POST /chat/completions. Raises what the service would answer with."""
     model = load_model(_chosen(service, model_id))
-    target = Target(model.id, model, model.context_length, model.renderer)
+    target = ResolvedModel(model.id, model, model.context_length, model.renderer)
     request = validate_chat(parse_body(ChatBody, {**body, "model": model.id}), target, service.limits)
     return _spelled(model, request.renderer.render(request.conversation).token_ids)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from serve_app.config.service import Count, Seconds, Text
+from serve_app.config.service import Count, NonEmptyText, Seconds
 from serve_app.errors import ConfigRefused
 from serve_app.explain import explain
 
@@ -29,7 +29,7 @@ class ApiArgs(BaseModel):
     cpus_per_replica: Annotated[float, Field(ge=0, le=1024, strict=False)] = 0.25
     max_ongoing_requests: Count = 4096
     transport: Literal["channel", "serve"] = "channel"
-    channel_host: Text | None = None
+    channel_host: NonEmptyText | None = None
     no_replica_timeout_s: Seconds = 10.0
     graceful_shutdown_timeout_s: Seconds = 900.0
 

@@ -39,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from engines.config import AttentionName, DType, EngineConfig
 from engines.fake import FakeConfig
 from serve_app.config.paths import resolve_path, resolve_source
-from serve_app.config.service import Count, Seconds, Text, Tokens
+from serve_app.config.service import Count, NonEmptyText, Seconds, Tokens
 from serve_app.errors import ConfigRefused
 from serve_app.explain import Complaint, explain
 
@@ -91,12 +91,12 @@ class HealthLimits(_Section):
 class ModelArgs(_Section):
     """One base model, its replicas and its engine."""
 
-    id: Text
-    source: Text
+    id: NonEmptyText
+    source: NonEmptyText
     engine: Literal["torch", "fake"] = "torch"
     cpus_per_replica: Annotated[float, Field(ge=0, le=1024, strict=False)] = 1.0
     gpus_per_replica: Annotated[float, Field(ge=0, le=64, strict=False)] = 0.0
-    accelerator_type: Text | None = None
+    accelerator_type: NonEmptyText | None = None
     replicas: ReplicaCounts = ReplicaCounts()
     load_factor: Annotated[float, Field(ge=1, le=100, strict=False)] = 1.5
     least_busy: Count = 4
@@ -104,7 +104,7 @@ class ModelArgs(_Section):
     graceful_shutdown_timeout_s: Seconds = 900.0
     fake: FakeSettings = FakeSettings()
 
-    revision: Text | None = None
+    revision: NonEmptyText | None = None
     trust_remote_code: bool = False
     dtype: DType = "auto"
     context_length: Tokens | None = None
@@ -126,7 +126,7 @@ class ModelArgs(_Section):
     attention: AttentionName = "auto"
     cuda_graphs: bool = True
     overlap: bool = True
-    kernel_cache: Text = "~/.cache/roundhouse/kernels"
+    kernel_cache: NonEmptyText = "~/.cache/roundhouse/kernels"
     exact: bool = False
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1

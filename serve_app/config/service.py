@@ -87,29 +87,29 @@ def _variant(value: str) -> str:
 Tokens = Annotated[int, Field(ge=1, le=2**31)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False, strict=False)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
-Text = Annotated[str, Field(min_length=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
 class ModelConfig(_Section):
     """One base model of the catalogue."""
 
     id: Annotated[str, AfterValidator(_model_name)]
-    app: Text
-    source: Text
-    revision: Text | None = None
-    renderer: Text | None = None
+    app: NonEmptyText
+    source: NonEmptyText
+    revision: NonEmptyText | None = None
+    renderer: NonEmptyText | None = None
     context_length: Tokens | None = None
     variants: Mapping[Annotated[str, AfterValidator(_variant)], Tokens] = {}
     allow_checkpoint_chat_template: bool = False
-    also_known_as: tuple[Text, ...] = Field(default=(), strict=False)
-    owned_by: Text = "roundhouse"
+    also_known_as: tuple[NonEmptyText, ...] = Field(default=(), strict=False)
+    owned_by: NonEmptyText = "roundhouse"
 
 
 class CheckpointsConfig(_Section):
     """Where checkpoints are looked up, and the bounded local cache of the remote ones."""
 
-    roots: tuple[Text, ...] = Field(default=(), strict=False)
-    cache_directory: Text | None = None
+    roots: tuple[NonEmptyText, ...] = Field(default=(), strict=False)
+    cache_directory: NonEmptyText | None = None
     cache_bytes: Annotated[int, Field(ge=0)] = 50 * 2**30
 
 
@@ -124,12 +124,12 @@ class KeyLimits(_Section):
 class KeyConfig(_Section):
     """One caller. The key itself stands nowhere in the configuration: its hash, or where to read it."""
 
-    name: Text
+    name: NonEmptyText
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
     env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    file: Text | None = None
-    models: tuple[Text, ...] | None = Field(default=None, strict=False)
-    owner: Text | None = None
+    file: NonEmptyText | None = None
+    models: tuple[NonEmptyText, ...] | None = Field(default=None, strict=False)
+    owner: NonEmptyText | None = None
     expires_at: AwareDatetime | None = Field(default=None, strict=False)
     limits: KeyLimits = KeyLimits()
 

@@ -31,7 +31,7 @@ from serve_app.errors import (
     TotalTimeout,
 )
 from serve_app.http.body import read_json
-from serve_app.http.disconnect import ClientWatch
+from serve_app.http.disconnect import CancelOnDisconnect
 from serve_app.http.exchange import Exchange
 from serve_app.http.middleware import layers
 from serve_app.http.openapi import DESCRIBE_US, describe_api
@@ -138,7 +138,7 @@ class Handlers:
         with service.limiter.admit(exchange.caller) as lease:
             raw = await read_json(exchange, settings.limits, service.workers)
             ticket = exchange.ticket = Ticket(exchange.caller, lease, exchange.record, exchange.body_bytes)
-            async with ClientWatch(exchange), _time_limit(exchange, settings.limits), AsyncExitStack() as stack:
+            async with CancelOnDisconnect(exchange), _time_limit(exchange, settings.limits), AsyncExitStack() as stack:
                 try:
                     answer = await stack.enter_async_context(_opened(open_answer, edge, ticket, raw))
                 except (AdapterChanged, EngineStopped):

@@ -7,7 +7,7 @@ from typing import Self
 from serve_app.http.exchange import ClientLeft, Exchange
 
 
-class ClientWatch:
+class CancelOnDisconnect:
     """A context whose body is cancelled, and left with `ClientLeft`, when the client closes the connection.
 
     To be entered once the request body was read: it takes what the server says from then on.

@@ -7,11 +7,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _QUIET_S = 2.0  # without a byte, after which nothing more is expected
 _TOTAL_S = 30.0
-_MAX_LINGERING = 64  # Serve counts each among the requests that it lets in, and none needs a key
+_MAX_DRAINING = 64  # Serve counts each among the requests that it lets in, and none needs a key
 _KEPT_BYTES = 1 << 20  # up to here the connection stays open for the next request
 
 
-class Linger:
+class EarlyAnswer:
     """ASGI middleware. A refusal often comes first: a wrong key, a body that is too large. A server that closes a
     connection while bytes come in resets it, and the client may lose the answer that it has not read yet, since most
     send everything before they read (RFC 9112, section 9.6). So the answer goes out whole, what still comes is thrown
@@ -22,7 +22,7 @@ class Linger:
     def __init__(self, app: ASGIApp, total_s: float = _TOTAL_S) -> None:
         self._app = app
         self._total_s = total_s
-        self._num_lingering = 0
+        self._num_draining = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _has_body(scope):
@@ -31,13 +31,13 @@ class Linger:
         body = _Body(scope, receive, send)
         await self._app(scope, body.receive, body.send)
         if body.is_answered_early:
-            if self._num_lingering < _MAX_LINGERING:
+            if self._num_draining < _MAX_DRAINING:
                 await self._read_on(body.receive)
             await send({"type": "http.response.body", "body": b""})
 
     async def _read_on(self, receive: Receive) -> None:
         end = time.monotonic() + self._total_s
-        self._num_lingering += 1
+        self._num_draining += 1
         try:
             while (left := end - time.monotonic()) > 0:
                 async with asyncio.timeout(min(_QUIET_S, left)):
@@ -46,7 +46,7 @@ class Linger:
         except TimeoutError:
             return
         finally:
-            self._num_lingering -= 1
+            self._num_draining -= 1
 
 
 class _Body:

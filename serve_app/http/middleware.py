@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.api.record import Outcome, Recorder, RequestRecord
 from serve_app.errors import ClientTooSlow, ConfigRefused, HttpError, NotFound, NotReady, to_http
-from serve_app.http.early_answer import Linger
+from serve_app.http.early_answer import EarlyAnswer
 from serve_app.http.exchange import ClientLeft, Exchange
 from serve_app.http.service import Service
 from serve_app.http.sse import send_failure
@@ -34,7 +34,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 def layers(service: Service) -> list[Middleware]:
     return [
         Middleware(RefuseWebSockets),
-        Middleware(Linger),
+        Middleware(EarlyAnswer),
         Middleware(Identify),
         Middleware(Record, recorder=service.recorder),
         Middleware(Catch),

@@ -10,7 +10,7 @@ from serve_app.errors import FirstTokenTimeout, ReplicaLost
 
 
 class Replicas(Protocol):
-    """Whatever runs the engines: Ray, or this process (`local_replicas.py`)."""
+    """Whatever runs the engines: Ray, or this process (`in_process.py`)."""
 
     def generate(self, deployment: str, request: GenerateRequest, *, affinity: str) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of one generation, the last with a finish reason. Closing it ends the generation at once.
@@ -43,7 +43,9 @@ class Generation:
 
 
 @asynccontextmanager
-async def opened(deltas: AsyncGenerator[TokenDelta, None], first_token_timeout_s: float) -> AsyncIterator[Generation]:
+async def open_generation(
+    deltas: AsyncGenerator[TokenDelta, None], first_token_timeout_s: float
+) -> AsyncIterator[Generation]:
     """Wait for the first delta, so that a failure until then can still be an HTTP status; end it when left.
 
     Raises `FirstTokenTimeout` besides what `Replicas.generate` raises.

@@ -15,7 +15,7 @@ from engines.errors import EngineError, QueueFull
 from engines.protocol import GenerateRequest, TokenDelta
 from serve_app.errors import NoReplica, ReplicaLost, ServingError
 from serve_app.replicas.channel.listener import Listener, Stream
-from serve_app.replicas.readiness import AppStatus, ModelWatch
+from serve_app.replicas.readiness import AppStatus, ReadinessWatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class RayReplicas:
 
     def __init__(
         self,
-        watch: ModelWatch,
+        watch: ReadinessWatch,
         listener: Listener | None,
         *,
         no_replica_timeout_s: float,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from serve_app.replicas.roster import Roster
+from serve_app.replicas.reports import ReplicaReports
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ class AppStatus:
         return self.engine == "UPSCALING" or (self.engine in ("HEALTHY", "DOWNSCALING") and not self.running)
 
 
-class ModelWatch:
+class ReadinessWatch:
     """The state of applications. `read_statuses` may block; it runs in a thread."""
 
-    def __init__(self, roster: Roster, read_statuses: Callable[[], Mapping[str, AppStatus]]) -> None:
-        self._roster = roster
+    def __init__(self, reports: ReplicaReports, read_statuses: Callable[[], Mapping[str, AppStatus]]) -> None:
+        self._reports = reports
         self._read_statuses = read_statuses
         self._statuses: Mapping[str, AppStatus] | None = None
         self._statuses_at = self._asked_at = -math.inf  # when it was asked for them, and when it was last asked
@@ -69,7 +69,7 @@ class ModelWatch:
 
     def why_not_ready(self, app: str) -> str | None:
         """None if the model can produce a token now, or sleeps and would wake up for it."""
-        replicas = self._roster.replicas(app)
+        replicas = self._reports.replicas(app)
         if replicas:
             return None if any(replica.is_ready for replica in replicas) else "its engine makes no progress"
         if not self._is_known(app):
@@ -88,25 +88,25 @@ class ModelWatch:
 
     def is_down(self, app: str) -> bool:
         """Whether there is no replica, and none is being woken up."""
-        if self._roster.replicas(app):
+        if self._reports.replicas(app):
             return False
         status = self._status(app)
         return status is None or not status.is_asleep
 
     def _is_known(self, app: str) -> bool:
         """Whether the controller was asked since the application lost its last replica."""
-        return self._statuses is not None and self._statuses_at >= self._roster.emptied_at(app)
+        return self._statuses is not None and self._statuses_at >= self._reports.emptied_at(app)
 
     def _status(self, app: str) -> AppStatus | None:
-        if self._statuses is None or self._roster.replicas(app) or not self._is_known(app):
+        if self._statuses is None or self._reports.replicas(app) or not self._is_known(app):
             return None
         return self._statuses.get(app)
 
     def _is_recent(self, apps: Collection[str]) -> bool:
-        without = [app for app in apps if not self._roster.replicas(app)]
+        without = [app for app in apps if not self._reports.replicas(app)]
         if not without:
             return True
-        emptied_at = max(self._roster.emptied_at(app) for app in without)
+        emptied_at = max(self._reports.emptied_at(app) for app in without)
         return self._asked_at >= max(time.monotonic() - _INTERVAL_S, emptied_at)
 
     async def _ask(self) -> None:

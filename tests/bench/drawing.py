@@ -17,7 +17,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engines.compute.runner import NO_SINK
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.sampling.sampler import sample
 
@@ -70,7 +70,7 @@ def main() -> None:
     with torch.inference_mode():
         for name, sampling in KINDS.items():
             sequences = [
-                Sequence.of(
+                TokenSequence.of(
                     GenerateRequest(str(row), (1,), SamplingParams(**{"max_tokens": 9, "seed": row, **sampling})),
                     NO_SINK,
                 )

@@ -24,7 +24,7 @@ from engines.config import EngineConfig
 from engines.model.loader import load_model
 from engines.native import build
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 
 BATCHES = (1, 8, 32, 64)
@@ -74,7 +74,7 @@ def _patched(module: Any, name: str, value: Any) -> Iterator[None]:
 
 def chunk_of(tokens: int, first_block: int, start: int) -> Chunk:
     request = GenerateRequest("bench", tuple(7 + i % 1000 for i in range(tokens)), SamplingParams(max_tokens=1, seed=0))
-    sequence = Sequence.of(request, NO_SINK)
+    sequence = TokenSequence.of(request, NO_SINK)
     sequence.blocks = list(range(first_block, first_block + -(-tokens // BLOCK)))
     return Chunk(sequence, start, tokens - start)
 

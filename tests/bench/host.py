@@ -26,7 +26,7 @@ from engines.gpu.graphs import DecodeGraphs
 from engines.loop import EngineLoop
 from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler
-from engines.planning.sequence import Sequence as Generation
+from engines.planning.sequence import TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.switching import SWITCH_INTERVAL_S
 from engines.tensors.batch import Carried, StepBatch, build_batch
@@ -84,7 +84,7 @@ def loop_with(rows: int, sampling: dict[str, Any]) -> EngineLoop:
     loop = EngineLoop(Device(rows), scheduler, NoAdapters(), lambda events: None, print)
     for index in range(rows):
         params = SamplingParams(**{"max_tokens": OUTPUT, "seed": index, **sampling})
-        loop.add(Generation.of(GenerateRequest(str(index), (index,) * PROMPT, params), NO_SINK))
+        loop.add(TokenSequence.of(GenerateRequest(str(index), (index,) * PROMPT, params), NO_SINK))
     for _ in range(20):
         loop.step()
     return loop

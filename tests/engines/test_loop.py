@@ -12,7 +12,7 @@ from engines.compute.runner import NO_SINK
 from engines.errors import EngineError, NonFiniteLogits
 from engines.loop import EngineLoop
 from engines.planning.prefill_pace import PrefillPace
-from engines.planning.sequence import Sequence as Generation
+from engines.planning.sequence import TokenSequence
 from engines.protocol import FinishReason, TokenDelta
 from tests.support.engine_harness import request
 from tests.support.loop_drive import BREAKS, MISSHAPEN, NAN, RAISES, Bench, HashRunner, greedy, logits_after
@@ -252,7 +252,7 @@ def test_a_fault_that_is_no_requests_own_ends_the_loop_and_says_so(breakage: str
 
     def break_it(loop: EngineLoop) -> None:
         if breakage == "the device":
-            loop.add(Generation.of(request((BREAKS,)), NO_SINK))
+            loop.add(TokenSequence.of(request((BREAKS,)), NO_SINK))
         else:
             raise AssertionError("an invariant does not hold")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markupsafe import Markup, escape
 
-from renderers.templates.provenance import Text, escape_html, mask_of, safe
+from renderers.templates.provenance import TracedText, escape_html, mask_of, safe
 
 TRUSTED, UNTRUSTED = "AB <\n", "ab\t>\r"
 CHARS = st.text(TRUSTED + UNTRUSTED, max_size=12)
@@ -21,7 +21,7 @@ COUNTS = st.integers(-1, 4)
 
 
 def text(chars):
-    return Text(chars, bytes(char in TRUSTED for char in chars))
+    return TracedText(chars, bytes(char in TRUSTED for char in chars))
 
 
 def literal(chars):
@@ -107,13 +107,13 @@ def test_what_is_not_handled_is_trusted_nowhere(chars):
 
 
 def test_a_text_equals_and_hashes_like_its_characters():
-    assert {Text.trusted("key"): 1}["key"] == 1
-    assert str(Text.trusted("A")).mask == b"\x01"
+    assert {TracedText.trusted("key"): 1}["key"] == 1
+    assert str(TracedText.trusted("A")).mask == b"\x01"
 
 
 def test_a_number_cannot_be_added():
     with pytest.raises(TypeError):
-        Text.trusted("a") + 1
+        TracedText.trusted("a") + 1
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from renderers.base import PromptTooLong, RenderError, TemplateRefused
 from renderers.messages import Conversation
-from renderers.templates.bounds import Budget
+from renderers.templates.bounds import RenderBudget
 from renderers.templates.chat_template import MAX_TEMPLATE_LEN, ChatTemplate
 from tests.support.renderer_kit import ALL_TOKENIZERS, TEMPLATES, oracle_ids, qwen_tokenizer, user
 
@@ -177,7 +177,7 @@ def test_an_empty_template_renders_nothing(make):
 
 
 def test_garbage_collections_are_not_the_templates_time():
-    budget = Budget({})
+    budget = RenderBudget({})
     heap = [[number] for number in range(500_000)]
     started_s = time.thread_time()
     while time.thread_time() - started_s < 0.7:  # more than a rendering may take

@@ -9,7 +9,7 @@ import torch
 from engines.attention.interface import Attention, AttentionBackend
 from engines.compute.runner import NO_SINK
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.tensors.batch import build_batch
 from engines.tensors.kv_cache import KVCache, LayerShape
 from tests.support.engine_harness import DEVICE, request
@@ -53,7 +53,7 @@ LAYERS = {
 class Text:
     """Q, K and V of all tokens of a sequence."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -76,7 +76,7 @@ class Text:
 
 
 def text(layer: Layer, length: int, blocks: list[int]) -> Text:
-    made = Sequence.of(request([0] * length), NO_SINK)
+    made = TokenSequence.of(request([0] * length), NO_SINK)
     made.blocks = [blocks.pop() for _ in range(-(-length // BLOCK))]
     sizes = ((layer.heads, layer.k_dim), (layer.kv_heads, layer.k_dim), (layer.kv_heads, layer.v_dim))
     return Text(made, *(torch.randn(length, *size, device=DEVICE) for size in sizes))

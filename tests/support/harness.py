@@ -22,7 +22,7 @@ from engines.errors import EngineError
 from engines.fake import FakeConfig, FakeEngine
 from engines.protocol import Engine, GenerateRequest
 from serve_app.api.record import RequestRecord
-from serve_app.catalog.catalog import Checkpoint
+from serve_app.catalog.catalog import ResolvedCheckpoint
 from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.config.service import CheckpointsConfig
 from serve_app.errors import CheckpointNotFound
@@ -69,7 +69,7 @@ class MemoryCheckpoints:
     held: dict[str, StoredCheckpoint | Exception] = field(default_factory=dict)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
+    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> ResolvedCheckpoint:
         denied = CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
         found = self.held.get(str(path), denied)
         if isinstance(found, Exception):

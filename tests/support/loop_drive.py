@@ -11,7 +11,7 @@ from engines.errors import EngineStopped
 from engines.loop import EngineLoop, Event
 from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler
-from engines.planning.sequence import Sequence as Generation
+from engines.planning.sequence import TokenSequence
 from engines.protocol import GenerateRequest, TokenDelta
 from engines.tensors.batch import Carried, StepBatch, build_batch, wanted_rows
 from tests.support.no_adapters import NoAdapters
@@ -108,14 +108,14 @@ class Bench:
         budgets = {"max_running": 8, "max_step_tokens": 64, "max_step_tokens_decoding": 32}
         self.scheduler = Scheduler(self.pool, NoAdapters(), **budgets, prefix_cache=True)
 
-        def emit(events: Sequence[tuple[Generation, Event]]) -> None:
+        def emit(events: Sequence[tuple[TokenSequence, Event]]) -> None:
             self.emitted.append([(sequence.request_id, event) for sequence, event in events])
 
         self.loop = EngineLoop(self.runner, self.scheduler, NoAdapters(), emit, self.ended.append)
 
     def add(self, *requests: GenerateRequest) -> None:
         for made in requests:
-            self.loop.add(Generation.of(made, NO_SINK))
+            self.loop.add(TokenSequence.of(made, NO_SINK))
 
     def finish(self) -> None:
         with torch.inference_mode():

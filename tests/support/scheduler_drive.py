@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from engines.compute.runner import NO_SINK
 from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler, StepPlan
-from engines.planning.sequence import NO_SLOT, Sequence
+from engines.planning.sequence import NO_SLOT, TokenSequence
 from engines.protocol import Adapter
 from tests.support.engine_harness import request
 
@@ -58,12 +58,12 @@ class Drive:
     max_step_tokens: int
     max_step_tokens_decoding: int
     cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
-    admissions: list[Sequence] = field(default_factory=list)
+    admissions: list[TokenSequence] = field(default_factory=list)
     charges: dict[str, int] = field(default_factory=dict)
-    finished: list[Sequence] = field(default_factory=list)
+    finished: list[TokenSequence] = field(default_factory=list)
     num_steps: int = 0
 
-    def add(self, *sequences: Sequence) -> None:
+    def add(self, *sequences: TokenSequence) -> None:
         for sequence in sequences:
             self.scheduler.add(sequence)
 
@@ -83,23 +83,23 @@ class Drive:
             assert self.step(), "nothing could run although there was work"
             assert self.num_steps < max_steps, "no end in sight"
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: TokenSequence) -> None:
         if sequence not in self.finished:
             self.scheduler.finish(sequence)
             self.finished.append(sequence)
 
-    def _note_admissions(self, before: list[Sequence]) -> None:
+    def _note_admissions(self, before: list[TokenSequence]) -> None:
         for sequence in self.scheduler.running:
             # A preempted sequence may have been admitted again in the same plan.
             if sequence not in before or (sequence.num_pending > 1 and sequence in self.admissions[-1:]):
                 self.admissions.append(sequence)
                 self._charge(sequence, sequence.num_pending)
 
-    def _charge(self, sequence: Sequence, tokens: int) -> None:
+    def _charge(self, sequence: TokenSequence, tokens: int) -> None:
         tenant = sequence.request.tenant
         self.charges[tenant] = self.charges.get(tenant, 0) + tokens
 
-    def _check(self, plan: StepPlan, due: list[Sequence]) -> None:
+    def _check(self, plan: StepPlan, due: list[TokenSequence]) -> None:
         running = self.scheduler.running
         assert len(running) <= self.max_running
         decoding = [chunk.sequence for chunk in plan.decode]
@@ -135,11 +135,11 @@ class Drive:
                 self.finished.append(sequence)
 
 
-def _place(sequence: Sequence, position: int) -> tuple[int, int]:
+def _place(sequence: TokenSequence, position: int) -> tuple[int, int]:
     return sequence.blocks[position // BLOCK], position % BLOCK
 
 
-def _cell(sequence: Sequence, position: int) -> Cell:
+def _cell(sequence: TokenSequence, position: int) -> Cell:
     return sequence.adapter_digest, hash(tuple(sequence.token_ids[: position + 1]))
 
 
@@ -166,9 +166,9 @@ def drive(
 
 def sequence_of(
     prompt: Iterable[int], max_tokens: int = 8, *, tenant: str = "", adapter: str = "", scored: bool = False
-) -> Sequence:
+) -> TokenSequence:
     bound = Adapter(adapter, "") if adapter else None
     made = request(
         tuple(prompt), adapter=bound, tenant=tenant, max_tokens=max_tokens, prompt_logprobs=0 if scored else None
     )
-    return Sequence.of(made, NO_SINK)
+    return TokenSequence.of(made, NO_SINK)

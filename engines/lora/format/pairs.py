@@ -13,8 +13,8 @@ from engines.errors import AdapterRefused
 from engines.lora.format.digest import WEIGHTS_FILE
 from engines.lora.format.names import Resolver
 from engines.lora.format.peft_config import PeftConfig, refused
-from engines.lora.format.targets import LoraTargets, Part, Target, TargetKind
-from engines.lora.format.tensor_file import shown
+from engines.lora.format.targets import LoraTarget, LoraTargets, TargetKind, TargetPart
+from engines.lora.format.tensor_file import printable
 
 _ONE_EXPERT: Final = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d{1,6})\.(?P<projection>[^.]+)")
 
@@ -42,8 +42,8 @@ class LoraPair:
         narrower = torch.finfo(dtype).max < max(torch.finfo(self.A.dtype).max, torch.finfo(self.B.dtype).max)
         if narrower and not (is_finite(A) and is_finite(B)):
             raise AdapterRefused(
-                f"The adapter's matrices for {shown(path)} hold values over {torch.finfo(dtype).max:.3g}, the largest "
-                f"of the model's {str(dtype).removeprefix('torch.')}."
+                f"The adapter's matrices for {printable(path)} hold values over {torch.finfo(dtype).max:.3g}, the "
+                f"largest of the model's {str(dtype).removeprefix('torch.')}."
             )
         return LoraPair(A, B, self.scale)
 
@@ -132,10 +132,10 @@ class PairBuilder:
         for part in parts:
             self._place(pair, part, LoraPair(A, B if part.source is None else B[part.source], scale))
 
-    def _parts(self, path: str) -> Sequence[Part]:
+    def _parts(self, path: str) -> Sequence[TargetPart]:
         if path in self._targets.parts:
             return self._targets.parts[path]
-        return (Part(path, slice(0, self._targets.targets[path].out_features)),)
+        return (TargetPart(path, slice(0, self._targets.targets[path].out_features)),)
 
     def _check_named(self, pair: FilePair, path: str, kind: TargetKind) -> None:
         """PEFT leaves out tensors that its configuration does not name. Names that it does not know are another
@@ -146,9 +146,9 @@ class PairBuilder:
         if path not in self._targets.targets or path.rpartition(".")[2] != pair.path.rpartition(".")[2]:
             return
         if not self._config.names(path, pair.path) and not self._config.names_parameter(f"{path}.weight"):
-            raise refused(f"{shown(pair.path)} is not among the modules it targets, and has tensors in the file.")
+            raise refused(f"{printable(pair.path)} is not among the modules it targets, and has tensors in the file.")
 
-    def _expert_matrices(self, pair: FilePair, part: Part) -> tuple[Tensor, Tensor]:
+    def _expert_matrices(self, pair: FilePair, part: TargetPart) -> tuple[Tensor, Tensor]:
         """A [experts or 1, rank, in], B [experts or 1, out, rank] of the 3-D format, or of the 2-D one in which
         experts that see every token stand side by side as one wide layer.
         """
@@ -173,7 +173,7 @@ class PairBuilder:
         experts = self._targets.experts[path]
         named = [name for name in experts.parameters if self._names_parameter(f"{path}.{name}", pair)]
         if pair.depth >= len(named):
-            raise refused(f"target_parameters does not name what {shown(pair.path)} has tensors for.")
+            raise refused(f"target_parameters does not name what {printable(pair.path)} has tensors for.")
         path = f"{path}.{named[-1 - pair.depth]}"
         target = self._targets.targets[path]
         rank, scale = self._config.rank_and_scale(path)
@@ -198,7 +198,7 @@ class PairBuilder:
         if path is None or self._targets.targets[self._parts(path)[0].path].kind is not TargetKind.EXPERTS:
             raise _refused(pair, "is not a module of the base model")
         if not self._config.names(pair.path):
-            raise refused(f"{shown(pair.path)} is not among the modules it targets, and has tensors in the file.")
+            raise refused(f"{printable(pair.path)} is not among the modules it targets, and has tensors in the file.")
         self._single_experts.setdefault(path, {})[int(match["index"])] = pair
 
     def _stack_single_experts(self, path: str, experts: Mapping[int, FilePair]) -> None:
@@ -216,7 +216,7 @@ class PairBuilder:
         A, B = torch.stack([pair.A for pair in pairs]), torch.stack([pair.B for pair in pairs])
         self._place(pairs[0], part, LoraPair(A, B, scale))
 
-    def _place(self, pair: FilePair, part: Part, lora: LoraPair) -> None:
+    def _place(self, pair: FilePair, part: TargetPart, lora: LoraPair) -> None:
         target = self._targets.targets[part.path]
         leads = ([1], [target.num_experts]) if target.num_experts else ([],)
         A, B = list(lora.A.shape), list(lora.B.shape)
@@ -264,7 +264,7 @@ class PairBuilder:
 
 
 def _refused(pair: FilePair, what: str) -> AdapterRefused:
-    return AdapterRefused(f"{WEIGHTS_FILE}: {shown(pair.path)} {what}.")
+    return AdapterRefused(f"{WEIGHTS_FILE}: {printable(pair.path)} {what}.")
 
 
 def _length(rows: slice) -> int:
@@ -275,6 +275,6 @@ def _overlap(first: slice, second: slice) -> bool:
     return not set(range(*first.indices(first.stop))).isdisjoint(range(*second.indices(second.stop)))
 
 
-def _described(target: Target, part: Part) -> str:
+def _described(target: LoraTarget, part: TargetPart) -> str:
     experts = f" of {target.num_experts} experts" if target.num_experts else ""
     return f"{target.kind} layer{experts} with {target.in_features} inputs and {_length(part.rows)} outputs"

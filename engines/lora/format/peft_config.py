@@ -14,7 +14,7 @@ from typing import Final
 from engines.errors import AdapterRefused
 from engines.lora.format.digest import CONFIG_FILE, Buffer
 from engines.lora.format.patterns import Budget, Pattern, PatternRefused
-from engines.lora.format.tensor_file import shown
+from engines.lora.format.tensor_file import printable
 
 # A value that is set means another computation. `fan_in_fan_out` is for a layer type that no model here has.
 _UNSUPPORTED: Final = (
@@ -197,7 +197,7 @@ def _refuse_unsupported(raw: Mapping[str, object]) -> None:
             continue
         # A variant of LoRA that is newer than this code would come as a switch or as a section.
         if value is True or (isinstance(value, dict | list) and value):
-            raise refused(f"{shown(name)} is not a known field, got {value!r:.100}.")
+            raise refused(f"{printable(name)} is not a known field, got {value!r:.100}.")
 
 
 def _number(field: str, value: object) -> float:
@@ -225,7 +225,7 @@ def _table(raw: Mapping[str, object], field: str, read: Callable[[str, object], 
         raise refused(f"{field} must be an object, not {value!r:.60}.")
     plain, patterns = dict[str, tuple[int, float]](), list[tuple[Pattern, tuple[int, float]]]()
     for order, (key, number) in enumerate(value.items()):
-        hit = (order, read(f"{field}[{shown(key)}]", number))
+        hit = (order, read(f"{field}[{printable(key)}]", number))
         if _PLAIN.issuperset(key):
             plain[key] = hit
         else:
@@ -239,7 +239,7 @@ def _pattern(field: str, text: str) -> Pattern:
     try:
         return Pattern(text)
     except PatternRefused as exc:
-        raise refused(f"the expression {shown(text)} of {field} {exc}.") from exc
+        raise refused(f"the expression {printable(text)} of {field} {exc}.") from exc
 
 
 def _names(raw: Mapping[str, object], field: str) -> Names | None:

@@ -24,7 +24,7 @@ class TargetKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoraTarget:
     """One place. `in_features` of an embedding is its vocabulary, `num_experts` is 0 unless EXPERTS."""
 
     kind: TargetKind
@@ -34,7 +34,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TargetPart:
     """Some outputs of a target, where a checkpoint has a module of its own for them.
 
     `rows`: which outputs of the target. `source`: which outputs of the checkpoint's module; None for all of them.
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertParameters:
     """A module whose parameters are EXPERTS targets, in the order in which they are registered."""
 
     parameters: tuple[str, ...]
@@ -65,9 +65,9 @@ class LoraTargets:
     for a model on the meta device.
     """
 
-    targets: Mapping[str, Target]
-    parts: Mapping[str, tuple[Part, ...]]
-    experts: Mapping[str, Experts]
+    targets: Mapping[str, LoraTarget]
+    parts: Mapping[str, tuple[TargetPart, ...]]
+    experts: Mapping[str, ExpertParameters]
     head: str | None
     row_sums: Mapping[str, tuple[torch.dtype, torch.Tensor]]
 
@@ -89,16 +89,16 @@ class LoraTargets:
 class _Found:
     """What the walk over the modules has met so far."""
 
-    targets: dict[str, Target]
-    parts: dict[str, tuple[Part, ...]]
-    experts: dict[str, Experts]
+    targets: dict[str, LoraTarget]
+    parts: dict[str, tuple[TargetPart, ...]]
+    experts: dict[str, ExpertParameters]
     row_sums: dict[str, tuple[torch.dtype, torch.Tensor]]
 
     def add(self, path: str, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            self.targets[path] = Target(TargetKind.LINEAR, module.in_features, module.out_features)
+            self.targets[path] = LoraTarget(TargetKind.LINEAR, module.in_features, module.out_features)
         elif type(module) is nn.Embedding:  # subclasses scale or normalise what they look up
-            self.targets[path] = Target(TargetKind.EMBEDDING, module.num_embeddings, module.embedding_dim)
+            self.targets[path] = LoraTarget(TargetKind.EMBEDDING, module.num_embeddings, module.embedding_dim)
             self.add_row_sums(path, module)
         else:
             self._add_parameters(path, module)
@@ -113,7 +113,7 @@ class _Found:
         own = dict(module.named_parameters(recurse=False))
         weight = own.get("weight")
         if weight is not None and weight.ndim == 2 and not any(module.children()):
-            self.targets[path] = Target(TargetKind.ROUTER, weight.shape[1], weight.shape[0])
+            self.targets[path] = LoraTarget(TargetKind.ROUTER, weight.shape[1], weight.shape[0])
             return
         stacks = {name: parameter.shape for name, parameter in own.items() if parameter.ndim == 3}
         layout = vars(module)
@@ -121,8 +121,8 @@ class _Found:
             transposed = bool(layout.get("is_transposed"))
             for name, (count, rows, columns) in stacks.items():
                 inputs, outputs = (rows, columns) if transposed else (columns, rows)
-                self.targets[f"{path}.{name}"] = Target(TargetKind.EXPERTS, inputs, outputs, count)
-            self.experts[path] = Experts(tuple(stacks), next(iter(stacks.values()))[0])
+                self.targets[f"{path}.{name}"] = LoraTarget(TargetKind.EXPERTS, inputs, outputs, count)
+            self.experts[path] = ExpertParameters(tuple(stacks), next(iter(stacks.values()))[0])
             self.parts.update(_expert_parts(path, stacks, self.targets, bool(layout.get("is_concatenated", True))))
 
     def _add_parts(self, path: str, module: nn.Module) -> None:
@@ -133,23 +133,23 @@ class _Found:
         if gate is not None and up is not None and "gate_up_proj" not in linears:
             middle, end = gate.out_features, gate.out_features + up.out_features
             self.parts[f"{path}.gate_up_proj"] = (
-                Part(f"{path}.gate_proj", slice(0, middle), slice(0, middle)),
-                Part(f"{path}.up_proj", slice(0, end - middle), slice(middle, end)),
+                TargetPart(f"{path}.gate_proj", slice(0, middle), slice(0, middle)),
+                TargetPart(f"{path}.up_proj", slice(0, end - middle), slice(middle, end)),
             )
 
 
 def _expert_parts(
-    path: str, stacks: Mapping[str, torch.Size], targets: Mapping[str, Target], is_concatenated: bool
-) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    path: str, stacks: Mapping[str, torch.Size], targets: Mapping[str, LoraTarget], is_concatenated: bool
+) -> Iterator[tuple[str, tuple[TargetPart, ...]]]:
     """Names of the single projections, and `w1`, `w2`, `w3` for gate, down and up (without a gate, w1 is up)."""
-    names = {name: Part(f"{path}.{name}", slice(0, targets[f"{path}.{name}"].out_features)) for name in stacks}
+    names = {name: TargetPart(f"{path}.{name}", slice(0, targets[f"{path}.{name}"].out_features)) for name in stacks}
     if "gate_up_proj" in names:
         width = names.pop("gate_up_proj").rows.stop
         gate, up = (0, width // 2, 1), (width // 2, width, 1)
         if not is_concatenated:
             gate, up = (0, width, 2), (1, width, 2)
-        names["gate_proj"] = Part(f"{path}.gate_up_proj", slice(*gate))
-        names["up_proj"] = Part(f"{path}.gate_up_proj", slice(*up))
+        names["gate_proj"] = TargetPart(f"{path}.gate_up_proj", slice(*gate))
+        names["up_proj"] = TargetPart(f"{path}.gate_up_proj", slice(*up))
     short = {"w1": "gate_proj" if "gate_proj" in names else "up_proj", "w2": "down_proj", "w3": "up_proj"}
     if short["w1"] == "up_proj":
         del short["w3"]
@@ -160,19 +160,21 @@ def _expert_parts(
             yield f"{path}.{name}", (names[full],)
 
 
-def _split_projections(path: str, module: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, Part]]:
+def _split_projections(
+    path: str, module: nn.Module, linears: Mapping[str, nn.Linear]
+) -> Iterator[tuple[str, TargetPart]]:
     """Projections that the model fuses and some checkpoints keep apart: those of gated delta nets and of Mamba."""
     sizes = vars(module)
     match linears, sizes:
         case {"in_proj_qkv": fused}, {"key_dim": int(key), "value_dim": int(value)}:
             if fused.out_features == 2 * key + value:
-                yield "in_proj_q", Part(f"{path}.in_proj_qkv", slice(0, key))
-                yield "in_proj_k", Part(f"{path}.in_proj_qkv", slice(key, 2 * key))
-                yield "in_proj_v", Part(f"{path}.in_proj_qkv", slice(2 * key, 2 * key + value))
+                yield "in_proj_q", TargetPart(f"{path}.in_proj_qkv", slice(0, key))
+                yield "in_proj_k", TargetPart(f"{path}.in_proj_qkv", slice(key, 2 * key))
+                yield "in_proj_v", TargetPart(f"{path}.in_proj_qkv", slice(2 * key, 2 * key + value))
         case {"in_proj": fused}, {"intermediate_size": int(width), "conv_dim": int(convolved)}:
             if fused.out_features >= width + convolved:
-                yield "gate_proj", Part(f"{path}.in_proj", slice(0, width))
-                yield "x_proj", Part(f"{path}.in_proj", slice(width, 2 * width))
+                yield "gate_proj", TargetPart(f"{path}.in_proj", slice(0, width))
+                yield "x_proj", TargetPart(f"{path}.in_proj", slice(width, 2 * width))
 
 
 def row_sums(weight: torch.Tensor) -> torch.Tensor:

@@ -76,18 +76,18 @@ def parse_header(head: Buffer) -> TensorFile:
     entries = dict[str, TensorEntry]()
     for name, value in _items(bytes(head[8 : 8 + length])):
         if name in entries:
-            raise TensorFileError(f"its header has {shown(name)} twice.")
+            raise TensorFileError(f"its header has {printable(name)} twice.")
         if name != "__metadata__":
             entries[name] = _entry(name, value, 8 + length)
     position = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != position:
-            raise TensorFileError(f"its tensors overlap or leave a gap at byte {position}, before {shown(name)}.")
+            raise TensorFileError(f"its tensors overlap or leave a gap at byte {position}, before {printable(name)}.")
         position = entry.end
     return TensorFile(entries, position)
 
 
-def shown(name: str) -> str:
+def printable(name: str) -> str:
     """A name out of a file as an error message shows it: escaped and not too long."""
     return repr(name if len(name) <= 160 else name[:120] + "…" + name[-40:])
 
@@ -146,19 +146,19 @@ def _expect_end(text: str, position: int) -> None:
 
 def _entry(name: str, value: object, data_start: int) -> TensorEntry:
     if len(name) > MAX_NAME_CHARACTERS:
-        raise TensorFileError(f"the name {shown(name)} has more than {MAX_NAME_CHARACTERS} characters.")
+        raise TensorFileError(f"the name {printable(name)} has more than {MAX_NAME_CHARACTERS} characters.")
     match value:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
             pass
         case _:
-            raise TensorFileError(f"the header's entry of {shown(name)} is not a dtype, a shape and two offsets.")
+            raise TensorFileError(f"the header's entry of {printable(name)} is not a dtype, a shape and two offsets.")
     if dtype not in DTYPE_BYTES:
-        raise TensorFileError(f"{shown(name)} has the unknown dtype {shown(dtype)}.")
+        raise TensorFileError(f"{printable(name)} has the unknown dtype {printable(dtype)}.")
     size = DTYPE_BYTES[dtype]
     for dimension in shape:
         if type(dimension) is not int or not 0 <= dimension < 1 << 48 or len(shape) > 8:
-            raise TensorFileError(f"{shown(name)} has the shape {shape!r:.100}.")
+            raise TensorFileError(f"{printable(name)} has the shape {shape!r:.100}.")
         size *= dimension
     if not 0 <= start <= end or end - start != size:
-        raise TensorFileError(f"{shown(name)} has {end - start} bytes, not the {size} of {dtype} {shape!r:.100}.")
+        raise TensorFileError(f"{printable(name)} has {end - start} bytes, not the {size} of {dtype} {shape!r:.100}.")
     return TensorEntry(dtype, tuple(shape), data_start + start, data_start + end)

@@ -20,7 +20,7 @@ from engines.lora.format.names import Role, TensorName, parse_name
 from engines.lora.format.pairs import FilePair, LoraPair, PairBuilder, is_finite
 from engines.lora.format.peft_config import parse_config
 from engines.lora.format.targets import LoraTargets, TargetKind, row_sums
-from engines.lora.format.tensor_file import TensorEntry, TensorFile, TensorFileError, parse_header, shown
+from engines.lora.format.tensor_file import TensorEntry, TensorFile, TensorFileError, parse_header, printable
 from engines.protocol import Adapter
 
 __all__ = ["AdapterWeights", "LoraPair", "LoraTargets", "read_adapter"]
@@ -87,7 +87,7 @@ def _tensors(weights: bytearray, header: TensorFile) -> dict[str, Tensor]:
 
 def _tensor(weights: bytearray, name: str, entry: TensorEntry) -> Tensor:
     if entry.dtype not in _DTYPES:
-        raise _refused(f"{shown(name)} has dtype {entry.dtype}; it must be one of {', '.join(_DTYPES)}.")
+        raise _refused(f"{printable(name)} has dtype {entry.dtype}; it must be one of {', '.join(_DTYPES)}.")
     dtype = _DTYPES[entry.dtype]
     if entry.start == entry.end:
         return torch.empty(entry.shape, dtype=dtype)
@@ -108,7 +108,7 @@ def _check_finite(weights: bytearray, header: TensorFile, tensors: Mapping[str, 
             return
     for name, tensor in tensors.items():
         if not is_finite(tensor):
-            raise _refused(f"{shown(name)} holds NaN or infinity.")
+            raise _refused(f"{printable(name)} holds NaN or infinity.")
 
 
 def _pairs(tensors: Mapping[str, Tensor], builder: PairBuilder, targets: LoraTargets) -> Iterator[FilePair]:
@@ -117,19 +117,19 @@ def _pairs(tensors: Mapping[str, Tensor], builder: PairBuilder, targets: LoraTar
     for name, tensor in tensors.items():
         parsed = parse_name(name)
         if parsed is None:
-            raise _refused(f"{shown(name)} is not a tensor of a LoRA adapter that can be applied here.")
+            raise _refused(f"{printable(name)} is not a tensor of a LoRA adapter that can be applied here.")
         if parsed.role is Role.BASE:
             _check_copy(name, parsed, tensor, builder, targets)
             continue
         is_embedding = parsed.role in (Role.EMBEDDING_A, Role.EMBEDDING_B)
         module = halves.setdefault((parsed.path, parsed.depth, is_embedding), {})
         if parsed.role in module:
-            raise _refused(f"{shown(name)} is there twice, with and without a prefix.")
+            raise _refused(f"{printable(name)} is there twice, with and without a prefix.")
         module[parsed.role] = tensor
     for (path, depth, is_embedding), module in halves.items():
         A, B = (Role.EMBEDDING_A, Role.EMBEDDING_B) if is_embedding else (Role.A, Role.B)
         if A not in module or B not in module:
-            raise _refused(f"{shown(path)} has {next(iter(module))} without its partner.")
+            raise _refused(f"{printable(path)} has {next(iter(module))} without its partner.")
         yield FilePair(path, depth, is_embedding, module[A], module[B])
 
 
@@ -138,16 +138,16 @@ def _check_copy(name: str, parsed: TensorName, tensor: Tensor, builder: PairBuil
     path = builder.resolver.resolve(parsed.path)
     target = targets.targets.get(path or "")
     if path is None or target is None or (target.kind is not TargetKind.EMBEDDING and path != targets.head):
-        raise _refused(f"{shown(name)} is not a vocabulary matrix of the base model.")
+        raise _refused(f"{printable(name)} is not a vocabulary matrix of the base model.")
     rows, columns = target.in_features, target.out_features
     if path == targets.head:
         rows, columns = columns, rows
     if tensor.shape != (rows, columns):
         raise _refused(
-            f"{shown(name)} has shape {list(tensor.shape)}, the base model's {[rows, columns]}: a resized vocabulary "
-            "is not supported."
+            f"{printable(name)} has shape {list(tensor.shape)}, the base model's {[rows, columns]}: a resized "
+            "vocabulary is not supported."
         )
     if path in targets.row_sums:
         dtype, sums = targets.row_sums[path]
         if not torch.equal(row_sums(tensor.to(dtype)), sums):
-            raise _refused(f"{shown(name)} differs from the base model's; changed base weights are not supported.")
+            raise _refused(f"{printable(name)} differs from the base model's; changed base weights are not supported.")

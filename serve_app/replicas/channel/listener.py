@@ -7,7 +7,7 @@ ingress.
 
     ingress: Listener.open() -> Stream.receive()      <- frames -      replica: Links.to(endpoint) -> Link.deliver()
 
-This file is the ingress's end; `uplink.py` is the replica's.
+This file is the ingress's end; `link.py` is the replica's.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ import torch
 from engines.compute.runner import NO_SINK, ModelRunner
 from engines.model.loader import load_model
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import Sequence as Generation
+from engines.planning.sequence import TokenSequence
 from tests.support.engine_harness import engine_config, plain_model, prompt_of, reference_logits, request
 from tests.support.tiny_models import HYBRID
 
@@ -34,7 +34,7 @@ class Bench:
         self.texts = []
         blocks = list(range(1, 40))
         for length in lengths:
-            made = Generation.of(request(prompt_of(length)), NO_SINK)
+            made = TokenSequence.of(request(prompt_of(length)), NO_SINK)
             made.blocks = [blocks.pop() for _ in range(-(-length // 16))]
             self.texts.append(made)
 

@@ -11,7 +11,7 @@ from engines.compute.runner import NO_SINK
 from engines.gpu.attention import PagedLayout
 from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import NO_SLOT, Sequence
+from engines.planning.sequence import NO_SLOT, TokenSequence
 from engines.tensors.batch import Carried, StepBatch
 from tests.support.engine_harness import DEVICE, request
 
@@ -43,8 +43,8 @@ def expected(chunks: list[Chunk]) -> list[list[int]]:
     return rows
 
 
-def decoding(rng: Random, length: int) -> Sequence:
-    sequence = Sequence.of(request([rng.randrange(300) for _ in range(length)]), NO_SINK)
+def decoding(rng: Random, length: int) -> TokenSequence:
+    sequence = TokenSequence.of(request([rng.randrange(300) for _ in range(length)]), NO_SINK)
     sequence.blocks = [rng.randrange(1, 99) for _ in range(-(-length // BLOCK))]
     sequence.slot = rng.choice([NO_SLOT, 0, 5])
     return sequence
@@ -64,7 +64,7 @@ def carry(rng: Random, chunks: list[Chunk]) -> Carried:
 def test_a_step_reads_its_own_sequences(max_rows: int, seed: int) -> None:
     rng = Random(seed)
     graphs = DecodeGraphs(read, repeat, block_size=BLOCK, width=WIDTH, max_rows=max_rows, device=DEVICE)
-    running: list[Sequence] = []
+    running: list[TokenSequence] = []
     for _ in range(12):
         while len(running) < max_rows and rng.random() < 0.7:
             running.append(decoding(rng, rng.randrange(1, WIDTH * BLOCK - 12)))
@@ -82,7 +82,7 @@ def test_a_step_reads_its_own_sequences(max_rows: int, seed: int) -> None:
                 sequence.blocks.append(rng.randrange(1, 99))
 
 
-def decode(graphs: DecodeGraphs, rng: Random, running: list[Sequence]) -> None:
+def decode(graphs: DecodeGraphs, rng: Random, running: list[TokenSequence]) -> None:
     """A step in which the last tokens are on the host, and one in which they are not, or only one of these."""
     chunks = [Chunk(sequence, len(sequence.token_ids) - 1, 1) for sequence in running]
     rows = expected(chunks)

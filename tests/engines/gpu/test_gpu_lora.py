@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from engines.compute.runner import NO_SINK
-from engines.gpu.lora import SlotTables, laid_out, tiles_of
+from engines.gpu.lora import SlotTables, device_layout, tiles_of
 from engines.lora.format.pairs import LoraPair
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from tests.support.engine_harness import DEVICE, request
 
 SLOTS, MODULES, MAX_RANK = 4, 2, 48
@@ -25,7 +25,7 @@ def _without_gradients() -> Iterator[None]:
 
 def pair(rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> LoraPair:
     A, B = torch.randn(rank, inputs), torch.randn(outputs, rank)
-    return laid_out(LoraPair(A.to(DEVICE, dtype), B.to(DEVICE, dtype), scale=0.3 * rank))
+    return device_layout(LoraPair(A.to(DEVICE, dtype), B.to(DEVICE, dtype), scale=0.3 * rank))
 
 
 def on_device(values: list[int]) -> torch.Tensor:
@@ -33,7 +33,7 @@ def on_device(values: list[int]) -> torch.Tensor:
 
 
 def chunk(slot: int, length: int) -> Chunk:
-    sequence = Sequence.of(request([0] * length), NO_SINK)
+    sequence = TokenSequence.of(request([0] * length), NO_SINK)
     sequence.slot = slot
     return Chunk(sequence, 0, length)
 
@@ -102,7 +102,7 @@ def test_pairs_are_laid_out_for_loads_of_16_bytes_whatever_they_were_cut_from() 
     whole = torch.randn(9, 33)
     for A in (whole[:4, :32], whole.flatten()[1:129].view(4, 32), whole[:4].contiguous()[:, :32]):
         for B in (whole[:5, :4], whole.flatten()[3:23].view(5, 4), whole.T[:5, :4]):
-            found = laid_out(LoraPair(A, B, 0.5))
+            found = device_layout(LoraPair(A, B, 0.5))
             assert torch.equal(found.A, A)
             assert torch.equal(found.B, B)
             assert found.A.is_contiguous()

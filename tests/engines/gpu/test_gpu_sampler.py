@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from engines.compute.runner import NO_SINK
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.sampling.sampler import Draws, sample
 from tests.support.engine_harness import request
 
@@ -21,8 +21,10 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def drawing(kind: int) -> Sequence:
-    made = Sequence.of(request((1, 2), **{"max_tokens": 100, "temperature": 1.0, "seed": kind, **KINDS[kind]}), NO_SINK)
+def drawing(kind: int) -> TokenSequence:
+    made = TokenSequence.of(
+        request((1, 2), **{"max_tokens": 100, "temperature": 1.0, "seed": kind, **KINDS[kind]}), NO_SINK
+    )
     made.append(1)
     return made
 

@@ -19,7 +19,7 @@ from engines.lora.format.weights import AdapterWeights
 from engines.model.loader import load_model
 from engines.planning.block_pool import TRASH_BLOCK
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import NO_SLOT, Sequence
+from engines.planning.sequence import NO_SLOT, TokenSequence
 from engines.tensors.batch import build_batch
 from tests.support.engine_harness import engine_config, prompt_of, request
 from tests.support.lora_files import random_model
@@ -34,8 +34,8 @@ def _without_gradients() -> Iterator[None]:
         yield
 
 
-def sequence(length: int, slot: int, first_block: int = TRASH_BLOCK) -> Sequence:
-    made = Sequence.of(request(prompt_of(length)), NO_SINK)
+def sequence(length: int, slot: int, first_block: int = TRASH_BLOCK) -> TokenSequence:
+    made = TokenSequence.of(request(prompt_of(length)), NO_SINK)
     made.slot = slot
     made.blocks = list(range(first_block, first_block - (-length // 16)))
     return made

@@ -12,7 +12,7 @@ from torch import nn
 
 from engines.attention.exact import ExactBackend
 from engines.lora.context import AdapterContext
-from engines.lora.experts import Experts
+from engines.lora.experts import AdaptedExperts
 from engines.model.packed_linear import PackedLinear
 from engines.model.row_tiles import TILE_ROWS, RowTiles, in_tiles
 from engines.planning.scheduler import Chunk
@@ -122,7 +122,7 @@ def test_experts_keep_the_bits_of_each_row(make: Callable[[], nn.Module]) -> Non
     torch.manual_seed(1)
     model = nn.ModuleDict({"experts": make()})
     base = model["experts"]
-    experts = Experts.around(model, "experts", AdapterContext(), row_multiple=TILE_ROWS)
+    experts = AdaptedExperts.around(model, "experts", AdapterContext(), row_multiple=TILE_ROWS)
     x = torch.randn(ROWS, 64)
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(ROWS)])
     shares = torch.rand(ROWS, 2)

@@ -22,7 +22,7 @@ from engines.lora.format.pairs import LoraPair
 from engines.lora.shards import Shards
 from engines.parallel.messages import ChunkMessage
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.tensors.batch import build_batch
 from engines.torch_engine import TorchEngine
@@ -278,7 +278,7 @@ def test_a_chunk_that_was_sent_makes_the_same_batch(
     start: int, length: int, after: int, scores: bool, slot: int
 ) -> None:
     sampling = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0 if scores else None)
-    sequence = Sequence.of(GenerateRequest("r", prompt_of(start + length + after), sampling), NO_SINK)
+    sequence = TokenSequence.of(GenerateRequest("r", prompt_of(start + length + after), sampling), NO_SINK)
     sequence.blocks, sequence.slot = [9, 4, 7, 1, 3, 2], slot
     sent = Chunk(sequence, start, length)
     made = ChunkMessage.of(sent, 16).chunk(0)

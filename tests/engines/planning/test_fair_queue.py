@@ -5,24 +5,24 @@ from collections.abc import Iterable
 from engines.compute.runner import NO_SINK
 from engines.planning import fair_queue
 from engines.planning.fair_queue import FairQueue
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from engines.protocol import Adapter
 from tests.support.engine_harness import request
 
 
-def waiting(tenant: str = "", adapter: str = "") -> Sequence:
+def waiting(tenant: str = "", adapter: str = "") -> TokenSequence:
     bound = Adapter(adapter, "") if adapter else None
-    return Sequence.of(request((1, 2), adapter=bound, tenant=tenant), NO_SINK)
+    return TokenSequence.of(request((1, 2), adapter=bound, tenant=tenant), NO_SINK)
 
 
-def joined(queue: FairQueue, sequences: Iterable[Sequence]) -> list[Sequence]:
+def joined(queue: FairQueue, sequences: Iterable[TokenSequence]) -> list[TokenSequence]:
     sequences = list(sequences)
     for sequence in sequences:
         queue.join(sequence)
     return sequences
 
 
-def admit_next(queue: FairQueue, tokens: int) -> Sequence:
+def admit_next(queue: FairQueue, tokens: int) -> TokenSequence:
     sequence = next(queue.heads())
     queue.admit(sequence, tokens)
     return sequence

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.planning.scheduler import BYPASS_LIMIT, SCORED_TOKENS
-from engines.planning.sequence import Sequence
+from engines.planning.sequence import TokenSequence
 from tests.support.scheduler_drive import BLOCK, Drive, Slots, drive, sequence_of
 
 LONGEST = 6 * BLOCK
@@ -27,7 +27,7 @@ class Arrival:
     patience: int | None
     scored: bool
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> TokenSequence:
         return sequence_of(self.prompt, self.max_tokens, tenant=self.tenant, adapter=self.adapter, scored=self.scored)
 
 
@@ -89,7 +89,7 @@ def _run(work: Drive, arrivals: list[Arrival]) -> dict[int, int | None]:
     """Runs to the end; returns the patience of each sequence."""
     ahead = sorted(arrivals, key=lambda arrival: arrival.step)
     patience: dict[int, int | None] = {}
-    leaving: list[tuple[int, Sequence]] = []
+    leaving: list[tuple[int, TokenSequence]] = []
     now = 0
     while ahead or not work.scheduler.is_idle:
         while ahead and ahead[0].step <= now:
@@ -109,7 +109,7 @@ def _run(work: Drive, arrivals: list[Arrival]) -> dict[int, int | None]:
     return patience
 
 
-def _alone(sequence: Sequence) -> list[int]:
+def _alone(sequence: TokenSequence) -> list[int]:
     work = drive()
     copy = sequence_of(
         sequence.request.prompt_token_ids, sequence.request.sampling.max_tokens, adapter=sequence.adapter_digest
@@ -274,7 +274,7 @@ def test_every_adapter_is_admitted_after_a_bounded_number_of_others_with_one_slo
         assert max(gaps) <= (num_adapters - 1) * (BYPASS_LIMIT + work.max_running)
 
 
-def _flood(tenants: dict[str, Callable[[int], Sequence]], count: int) -> list[Sequence]:
+def _flood(tenants: dict[str, Callable[[int], TokenSequence]], count: int) -> list[TokenSequence]:
     return [make(number) for number in range(count) for make in tenants.values()]
 
 
@@ -290,10 +290,10 @@ def test_two_tenants_that_both_wait_are_charged_alike_within_the_stated_bound(
 ) -> None:
     work = drive(max_running=max_running, num_blocks=num_blocks, prefix_cache=False, max_step_tokens=200)
 
-    def heavy(number: int) -> Sequence:
+    def heavy(number: int) -> TokenSequence:
         return sequence_of(range(prompts[number % len(prompts)]), outputs[number % len(outputs)], tenant="heavy")
 
-    def light(number: int) -> Sequence:
+    def light(number: int) -> TokenSequence:
         return sequence_of((1, 2, 3), 2, tenant="light")
 
     work.add(*_flood({"heavy": heavy, "light": light}, 40))

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from engines.compute.runner import NO_SINK
-from engines.planning.sequence import Sequence as Generation
+from engines.planning.sequence import TokenSequence
 from engines.sampling import sampler
 from engines.sampling.sampler import Draws, Sampled, prompt_logprobs, sample, uniform
 from tests.support.engine_harness import request
@@ -27,8 +27,8 @@ from tests.support.engine_harness import request
 DRAWS = 2000
 
 
-def generation(prompt: Sequence[int] = (1, 2), output: Sequence[int] = (), **sampling: Any) -> Generation:
-    made = Generation.of(request(tuple(prompt), **{"max_tokens": 100, "temperature": 1.0, **sampling}), NO_SINK)
+def generation(prompt: Sequence[int] = (1, 2), output: Sequence[int] = (), **sampling: Any) -> TokenSequence:
+    made = TokenSequence.of(request(tuple(prompt), **{"max_tokens": 100, "temperature": 1.0, **sampling}), NO_SINK)
     for token_id in output:
         made.append(token_id)
     return made

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from engines.compute.runner import NO_SINK
 from engines.planning.block_pool import TRASH_BLOCK
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import NO_SLOT
-from engines.planning.sequence import Sequence as Generation
+from engines.planning.sequence import NO_SLOT, TokenSequence
 from engines.tensors.batch import StepBatch, build_batch, wanted_rows
 from tests.support.engine_harness import request
 
@@ -30,7 +29,7 @@ def chunk(
     """Of a prompt of `total` tokens (as many as the chunk reaches, if not given) in blocks counted downwards."""
     total = total or start + length
     prompt = tuple(100 + i for i in range(total))
-    made = Generation.of(request(prompt, prompt_logprobs=0 if scored else None), NO_SINK)
+    made = TokenSequence.of(request(prompt, prompt_logprobs=0 if scored else None), NO_SINK)
     made.num_computed, made.slot = start, slot
     count = -(-total // BLOCK)
     made.blocks = list(range(first_block + count - 1, first_block - 1, -1))

@@ -12,7 +12,7 @@ from engines.protocol import FinishReason, TokenDelta, TokenLogprob
 from renderers import registry
 from renderers.messages import Conversation, Message, Role, TextPart
 from renderers.replies.detokenize import token_table
-from serve_app.api.reply import PlainParser, Reply, TextReader, WholeReply, fold
+from serve_app.api.reply import Reply, TextReader, UnformattedParser, WholeReply, fold
 from tests.support.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -30,7 +30,7 @@ def chat_reply(stop: Sequence[str] = ()) -> Reply:
 
 def text_reply(stop: Sequence[str] = ()) -> Reply:
     reader = TextReader(TABLE.detokenizer((1,)), stop, hidden_ids=TABLE.added.special_ids)
-    return Reply(reader, PlainParser(), num_prompt_tokens=5, end_token_ids=frozenset({END}))
+    return Reply(reader, UnformattedParser(), num_prompt_tokens=5, end_token_ids=frozenset({END}))
 
 
 def deltas(token_ids: Sequence[int], cuts: Sequence[int], finish: FinishReason) -> list[TokenDelta]:

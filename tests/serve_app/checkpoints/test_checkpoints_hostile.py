@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
-from serve_app.checkpoints.root_folder import LeavesRoot, opened
+from serve_app.checkpoints.root_folder import LeavesRoot, open_below
 from serve_app.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
@@ -198,7 +198,7 @@ def test_no_moment_of_a_link_being_swapped_opens_what_lies_outside(root: Path) -
     try:
         for _ in range(4000):
             try:
-                with opened(str(root), ("run", "sampler_weights", "1")) as found:
+                with open_below(str(root), ("run", "sampler_weights", "1")) as found:
                     if found is not None:
                         seen.add("/".join(found[1]))
                         there = os.fstat(found[0])

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.errors import InvalidRequest
 from serve_app.http.body import parse_object
-from serve_app.http.early_answer import Linger
+from serve_app.http.early_answer import EarlyAnswer
 from tests.support.harness import BASE, RunningEdge
 from tests.support.waiting import eventually
 from tests.support.wire import error, post_head, read_response
@@ -155,7 +155,7 @@ def test_nobody_is_read_from_for_ever() -> None:
         sent.append(message)
 
     scope = {"type": "http", "headers": [(b"transfer-encoding", b"chunked")]}
-    asyncio.run(asyncio.wait_for(Linger(app, total_s=0.05)(scope, receive, send), 10))
+    asyncio.run(asyncio.wait_for(EarlyAnswer(app, total_s=0.05)(scope, receive, send), 10))
     assert [message.get("more_body", False) for message in sent] == [False, True, False]
 
 

@@ -20,7 +20,7 @@ from engines.protocol import (
     TokenLogprob,
 )
 from serve_app.errors import ClientTooSlow, ReplicaLost
-from serve_app.replicas.channel import link as uplink
+from serve_app.replicas.channel import link
 from serve_app.replicas.channel import listener as channel
 from serve_app.replicas.channel.frames import encode_event, encode_frame, encode_hello
 from serve_app.replicas.channel.link import Links, run_request
@@ -302,7 +302,7 @@ def test_a_client_that_reads_too_slowly_is_cut_off_and_its_generation_ends():
 
 
 def test_log_probabilities_that_fill_many_frames_arrive_whole(monkeypatch):
-    monkeypatch.setattr(uplink, "_MAX_ENTRY_BYTES", 3 << 20)
+    monkeypatch.setattr(link, "_MAX_ENTRY_BYTES", 3 << 20)
     logprob = TokenLogprob(1, -1.5, tuple((n, -float(n)) for n in range(20)))
     delta = TokenDelta((1,), (logprob,), None, 0, (None, *[logprob] * 8_000))
 
@@ -321,7 +321,7 @@ def test_log_probabilities_that_fill_many_frames_arrive_whole(monkeypatch):
 
 
 def test_log_probabilities_that_fit_no_frame_refuse_their_request_only(monkeypatch):
-    monkeypatch.setattr(uplink, "_MAX_ENTRY_BYTES", 1000)
+    monkeypatch.setattr(link, "_MAX_ENTRY_BYTES", 1000)
 
     async def test(both: Pair) -> None:
         link = await both.links.to(both.listener.endpoint)
@@ -339,7 +339,7 @@ def test_log_probabilities_that_fit_no_frame_refuse_their_request_only(monkeypat
 
 
 def test_an_ingress_that_does_not_read_loses_its_connection_instead_of_filling_memory(monkeypatch):
-    monkeypatch.setattr(uplink, "MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(link, "MAX_UNSENT_BYTES", 1 << 20)
 
     async def test(both: Pair) -> None:
         server = await asyncio.start_server(lambda reader, writer: asyncio.Event().wait(), "127.0.0.1", 0, limit=1024)

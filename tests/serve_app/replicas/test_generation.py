@@ -13,7 +13,7 @@ from engines.fake import FakeConfig, FakeEngine
 from engines.protocol import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from serve_app.api.answer import affinity_of
 from serve_app.errors import FirstTokenTimeout, NoReplica, ReplicaLost
-from serve_app.replicas.generation import opened
+from serve_app.replicas.generation import open_generation
 from serve_app.replicas.in_process import LocalReplicas
 from serve_app.workers import Workers
 
@@ -138,10 +138,10 @@ async def emits(*deltas: TokenDelta) -> AsyncGenerator[TokenDelta, None]:
 def test_a_stream_that_just_stops_is_a_lost_replica() -> None:
     async def work() -> None:
         with pytest.raises(ReplicaLost):
-            async with opened(emits(), 1):
+            async with open_generation(emits(), 1):
                 pass
         with pytest.raises(ReplicaLost):
-            async with opened(emits(TokenDelta((1,))), 1) as generation:
+            async with open_generation(emits(TokenDelta((1,))), 1) as generation:
                 await generation.next()
 
     run(work())
@@ -161,11 +161,11 @@ def test_the_first_token_has_a_time_limit_and_the_others_have_not() -> None:
             ended.append(True)
 
     async def work() -> None:
-        async with opened(slow(), 0.02) as generation:
+        async with open_generation(slow(), 0.02) as generation:
             assert (await generation.next()).token_ids == (2,)
         ended: list[bool] = []
         with pytest.raises(FirstTokenTimeout, match=r"^No token came within 0\.02 s; try again\.$"):
-            async with opened(never(ended), 0.02):
+            async with open_generation(never(ended), 0.02):
                 pass
         assert ended == [True]
 

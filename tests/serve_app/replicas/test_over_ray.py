@@ -16,8 +16,8 @@ from engines.protocol import GenerateRequest, SamplingParams
 from serve_app.errors import NoReplica, ReplicaLost, to_http
 from serve_app.replicas.channel.listener import Listener
 from serve_app.replicas.over_ray import RayReplicas, translated
-from serve_app.replicas.readiness import ModelWatch
-from serve_app.replicas.roster import Roster
+from serve_app.replicas.readiness import ReadinessWatch
+from serve_app.replicas.reports import ReplicaReports
 
 
 def as_task_error(cause: Exception) -> Exception:
@@ -67,7 +67,7 @@ class ClosedHandle:
 def test_a_call_that_cannot_be_made_leaves_no_stream_behind():
     async def main() -> None:
         listener = await Listener.start("127.0.0.1")
-        watch = ModelWatch(Roster(), dict)
+        watch = ReadinessWatch(ReplicaReports(), dict)
         replicas = RayReplicas(watch, listener, no_replica_timeout_s=1, open_handle=lambda app: ClosedHandle())
         request = GenerateRequest("r", (1, 2), SamplingParams(max_tokens=1, seed=0))
         with pytest.raises(RayServeException):

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from serve_app.replicas.readiness import AppStatus, ModelWatch
-from serve_app.replicas.roster import ReplicaState, Roster
+from serve_app.replicas.readiness import AppStatus, ReadinessWatch
+from serve_app.replicas.reports import ReplicaReports, ReplicaState
 
 HEALTHY = AppStatus("RUNNING", "HEALTHY", running=1)
 ASLEEP = AppStatus("RUNNING", "HEALTHY", running=0)
@@ -29,13 +29,13 @@ class Controller:
         return self.statuses
 
 
-async def looked(controller: Controller, replicas=None) -> tuple[ModelWatch, Roster]:
-    roster = Roster()
+async def looked(controller: Controller, replicas=None) -> tuple[ReadinessWatch, ReplicaReports]:
+    reports = ReplicaReports()
     if replicas is not None:
-        roster.put("m", replicas)
-    watch = ModelWatch(roster, controller.read)
+        reports.put("m", replicas)
+    watch = ReadinessWatch(reports, controller.read)
     await watch.look(["m"])
-    return watch, roster
+    return watch, reports
 
 
 def state(status: AppStatus | None, replicas=()) -> tuple[str | None, bool, bool]:
@@ -70,7 +70,7 @@ def test_without_replicas_the_controller_says_why(status, expected):
 
 
 def test_before_anything_is_known_a_model_is_not_ready():
-    watch = ModelWatch(Roster(), Controller().read)
+    watch = ReadinessWatch(ReplicaReports(), Controller().read)
     assert watch.why_not_ready("m") == "its state is not known yet"
     assert watch.is_down("m")
     assert not watch.has_failed("m")
@@ -109,9 +109,9 @@ def test_a_model_that_has_just_gone_to_sleep_is_ready_at_once(monkeypatch):
 
     async def main() -> None:
         controller = Controller({"m": HEALTHY})
-        watch, roster = await looked(controller, ())
-        roster.put("m", (READY,))
-        roster.put("m", ())
+        watch, reports = await looked(controller, ())
+        reports.put("m", (READY,))
+        reports.put("m", ())
         controller.statuses = {"m": ASLEEP}
         assert watch.why_not_ready("m") == "its state is not known yet"
         await watch.look(["m"])
@@ -122,10 +122,10 @@ def test_a_model_that_has_just_gone_to_sleep_is_ready_at_once(monkeypatch):
 
 def test_what_the_controller_said_before_the_replicas_came_does_not_count_once_they_die():
     async def main() -> None:
-        watch, roster = await looked(Controller({"m": AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED")}), ())
+        watch, reports = await looked(Controller({"m": AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED")}), ())
         assert watch.has_failed("m")
-        roster.put("m", (READY,))
-        roster.put("m", ())
+        reports.put("m", (READY,))
+        reports.put("m", ())
         assert not watch.has_failed("m")
         assert watch.why_not_ready("m") == "its state is not known yet"
 
@@ -152,7 +152,7 @@ def test_nobody_waits_for_a_controller_that_hangs(monkeypatch):
     hangs = threading.Event()
 
     async def main() -> None:
-        watch = ModelWatch(Roster(), lambda: hangs.wait() and {"m": ASLEEP})
+        watch = ReadinessWatch(ReplicaReports(), lambda: hangs.wait() and {"m": ASLEEP})
         await asyncio.gather(watch.look(["m"]), watch.look(["m"]))
         assert watch.why_not_ready("m") == "its state is not known yet"
         hangs.set()

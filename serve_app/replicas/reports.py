@@ -26,7 +26,7 @@ class _App:
     emptied_at: float
 
 
-class Roster:
+class ReplicaReports:
     """The running replicas of each application. Updates replace whole values: readable from any thread."""
 
     def __init__(self) -> None:
@@ -48,4 +48,4 @@ class Roster:
         return known.emptied_at if known else -math.inf
 
 
-ROSTER = Roster()
+REPLICA_REPORTS = ReplicaReports()
