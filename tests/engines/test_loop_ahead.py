@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.loop import Event
+from engines.planning.sequence import TokenSequence
 from engines.protocol import FinishReason, GenerateRequest, TokenDelta
 from engines.sampling import sampler
 from engines.tensors.transfer import Arriving
@@ -293,7 +294,7 @@ def test_what_fails_only_when_it_is_waited_for_is_computed_again(monkeypatch: py
 def test_log_probabilities_of_a_revised_token_are_its_own() -> None:
     logits = torch.linspace(0, 1, 50)[None].expand(40, -1)
     requests = [request((1,), temperature=1.0, top_p=0.99, logprobs=2, seed=seed) for seed in range(40)]
-    sequences = [sampler.Sequence.of(made, Bench) for made in requests]  # type: ignore[arg-type]
+    sequences = [TokenSequence.of(made, Bench) for made in requests]  # type: ignore[arg-type]
     draws = sampler.Draws(logits, sequences)
     first = draws.token_ids.tolist()
     found = draws.collect()
