@@ -42,20 +42,32 @@ class AppStatus:
 
 
 class ReadinessWatch:
-    """The state of applications. `read_statuses` may block; it runs in a thread."""
+    """The state of applications. `read_statuses` may block; it runs in a thread.
 
-    def __init__(self, reports: ReplicaReports, read_statuses: Callable[[], Mapping[str, AppStatus]]) -> None:
+    `interval_s` is how long an answer of the controller counts as recent, `patience_s` how long anybody waits for one.
+    """
+
+    def __init__(
+        self,
+        reports: ReplicaReports,
+        read_statuses: Callable[[], Mapping[str, AppStatus]],
+        *,
+        interval_s: float = _INTERVAL_S,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
         self._reports = reports
         self._read_statuses = read_statuses
+        self._interval_s = interval_s
+        self._patience_s = patience_s
         self._statuses: Mapping[str, AppStatus] | None = None
         self._statuses_at = self._asked_at = -math.inf  # when it was asked for them, and when it was last asked
         self._asking: asyncio.Task[None] | None = None
 
     async def look(self, apps: Collection[str]) -> None:
         """Make what is known of the applications without replicas recent. Returns at once where all have some, and
-        after `_PATIENCE_S` when the controller does not answer: what was known then still counts.
+        after `patience_s` when the controller does not answer: what was known then still counts.
         """
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         while not self._is_recent(apps) and (left_s := deadline - time.monotonic()) > 0:
             if self._asking is None:
                 self._asking = asyncio.get_running_loop().create_task(self._ask())
@@ -107,7 +119,7 @@ class ReadinessWatch:
         if not without:
             return True
         emptied_at = max(self._reports.emptied_at(app) for app in without)
-        return self._asked_at >= max(time.monotonic() - _INTERVAL_S, emptied_at)
+        return self._asked_at >= max(time.monotonic() - self._interval_s, emptied_at)
 
     async def _ask(self) -> None:
         asked_at = time.monotonic()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engines.errors import EngineError, RequestRefused
 from engines.protocol import Engine, GenerateRequest, Output, TokenDelta
@@ -20,8 +21,17 @@ from serve_app.replicas.channel.listener import BROKEN, Endpoint, keep_alive
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES  # what a replica holds for an ingress that does not read
-_MAX_ENTRY_BYTES = MAX_FRAME_BYTES // 2  # so that a frame may always be filled up to there and take one more
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """What a replica sends and holds for one ingress."""
+
+    max_entry_bytes: int = MAX_FRAME_BYTES // 2  # so that a frame may always be filled up to there and take one more
+    max_unsent_bytes: int = 2 * MAX_FRAME_BYTES  # for an ingress that does not read
+
+
+LINK_LIMITS = LinkLimits()
 
 
 class Link:
@@ -30,8 +40,9 @@ class Link:
     A lost link ends all its streams: what `attach` returned is done, whoever waits for it aborts the request.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: LinkLimits) -> None:
         self._writer = writer
+        self._limits = limits
         self._streams: dict[str, tuple[int, asyncio.Future[None]]] = {}
         self._request_ids: dict[int, str] = {}
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
@@ -71,8 +82,9 @@ class Link:
             event = output.event
             entry = encode_event(stream_id, event)
             is_last = not isinstance(event, TokenDelta) or event.finish_reason is not None
-            if len(entry) > _MAX_ENTRY_BYTES:
-                what = f"The log-probabilities take {len(entry)} bytes, at most {_MAX_ENTRY_BYTES} can be sent."
+            if len(entry) > self._limits.max_entry_bytes:
+                limit = self._limits.max_entry_bytes
+                what = f"The log-probabilities take {len(entry)} bytes, at most {limit} can be sent."
                 entry, is_last = encode_event(stream_id, RequestRefused("logprobs", what)), True
             entries.append(entry)
             if is_last and not over.done():
@@ -89,7 +101,7 @@ class Link:
         frame: list[bytes] = []
         size = 0
         for entry in entries:
-            if size + len(entry) > _MAX_ENTRY_BYTES:
+            if size + len(entry) > self._limits.max_entry_bytes:
                 self._send(frame)
                 frame, size = [], 0
             frame.append(entry)
@@ -101,7 +113,7 @@ class Link:
             return
         self._writer.write(encode_frame(entries))
         unsent = self._writer.transport.get_write_buffer_size()
-        if unsent > MAX_UNSENT_BYTES:
+        if unsent > self._limits.max_unsent_bytes:
             logger.error("side channel: an ingress does not read, %d bytes wait; its streams end", unsent)
             self._writer.transport.abort()
 
@@ -128,7 +140,8 @@ class Link:
 class Links:
     """The replica's connections, one per ingress, made when first needed and again after a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: LinkLimits = LINK_LIMITS) -> None:
+        self._limits = limits
         self._links: dict[Endpoint, asyncio.Task[Link]] = {}
 
     @property
@@ -140,7 +153,7 @@ class Links:
         self._drop_lost()
         task = self._links.get(endpoint)
         if task is None:
-            task = self._links[endpoint] = asyncio.get_running_loop().create_task(_connect(endpoint))
+            task = self._links[endpoint] = asyncio.get_running_loop().create_task(_connect(endpoint, self._limits))
         # Shielded: several requests wait for one connection, and one of them may be cancelled.
         return await asyncio.shield(task)
 
@@ -161,7 +174,7 @@ def _is_link(task: asyncio.Task[Link]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-async def _connect(endpoint: Endpoint) -> Link:
+async def _connect(endpoint: Endpoint, limits: LinkLimits) -> Link:
     try:
         opening = asyncio.open_connection(endpoint.host, endpoint.port)
         reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
@@ -170,7 +183,7 @@ async def _connect(endpoint: Endpoint) -> Link:
         raise ReplicaLost("The replica cannot reach the ingress.") from exc
     keep_alive(writer)
     writer.write(encode_hello(endpoint.token))
-    return Link(reader, writer)
+    return Link(reader, writer, limits)
 
 
 async def run_request(engine: Engine, request: GenerateRequest, link: Link, stream_id: int) -> None:

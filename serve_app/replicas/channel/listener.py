@@ -106,7 +106,7 @@ class Stream:
         if not self.is_finished:
             lost = ReplicaLost("The replica's last tokens did not arrive.")
             loop = asyncio.get_running_loop()
-            self._last_frame_timeout = loop.call_later(LAST_FRAME_TIMEOUT_S, self.fail, lost)
+            self._last_frame_timeout = loop.call_later(self._listener.last_frame_timeout_s, self.fail, lost)
 
     def close(self) -> None:
         """Forget the stream; the replica is told if it still generates. Idempotent."""
@@ -135,9 +135,13 @@ class Stream:
 
 
 class Listener:
-    """The ingress's end of the channel: one port, all replicas of all models."""
+    """The ingress's end of the channel: one port, all replicas of all models.
 
-    def __init__(self) -> None:
+    `last_frame_timeout_s` is how long a stream waits for its last frame once its Serve call is over.
+    """
+
+    def __init__(self, *, last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S) -> None:
+        self.last_frame_timeout_s = last_frame_timeout_s
         self._token = secrets.token_bytes(32)
         self._server: asyncio.Server | None = None
         self._endpoint: Endpoint | None = None
@@ -147,9 +151,9 @@ class Listener:
         self._strangers = 0
 
     @classmethod
-    async def start(cls, host: str) -> Self:
+    async def start(cls, host: str, *, last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S) -> Self:
         """Listen on a free port of `host`, an address that replicas can reach."""
-        listener = cls()
+        listener = cls(last_frame_timeout_s=last_frame_timeout_s)
         listener._server = await asyncio.start_server(listener._greet, host, 0)
         port = listener._server.sockets[0].getsockname()[1]
         listener._endpoint = Endpoint(host, port, listener._token)

@@ -20,11 +20,9 @@ from engines.protocol import (
     TokenLogprob,
 )
 from serve_app.errors import ClientTooSlow, ReplicaLost
-from serve_app.replicas.channel import link
-from serve_app.replicas.channel import listener as channel
 from serve_app.replicas.channel.frames import encode_event, encode_frame, encode_hello
-from serve_app.replicas.channel.link import Links, run_request
-from serve_app.replicas.channel.listener import Endpoint, Listener, Stream
+from serve_app.replicas.channel.link import LINK_LIMITS, LinkLimits, Links, run_request
+from serve_app.replicas.channel.listener import LAST_FRAME_TIMEOUT_S, MAX_STRANGERS, Endpoint, Listener, Stream
 
 
 @dataclass
@@ -56,11 +54,15 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair(config: FakeConfig | None = None) -> AsyncIterator[Pair]:
+async def pair(
+    config: FakeConfig | None = None,
+    limits: LinkLimits = LINK_LIMITS,
+    last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S,
+) -> AsyncIterator[Pair]:
     engine = FakeEngine(config)
     await engine.start()
-    listener = await Listener.start("127.0.0.1")
-    links = Links()
+    listener = await Listener.start("127.0.0.1", last_frame_timeout_s=last_frame_timeout_s)
+    links = Links(limits)
     try:
         yield Pair(listener, links, engine, set())
     finally:
@@ -69,9 +71,14 @@ async def pair(config: FakeConfig | None = None) -> AsyncIterator[Pair]:
         await engine.close()
 
 
-def run(test: Callable[[Pair], Awaitable[None]], config: FakeConfig | None = None) -> None:
+def run(
+    test: Callable[[Pair], Awaitable[None]],
+    config: FakeConfig | None = None,
+    limits: LinkLimits = LINK_LIMITS,
+    last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S,
+) -> None:
     async def main() -> None:
-        async with pair(config) as both:
+        async with pair(config, limits, last_frame_timeout_s) as both:
             await asyncio.wait_for(test(both), 30)
 
     asyncio.run(main())
@@ -194,7 +201,6 @@ def test_when_the_ingress_stops_its_requests_are_aborted():
     run(test)
 
 
-@pytest.mark.usefixtures("short_wait_for_the_last_frame")
 def test_a_call_that_ends_without_its_last_frame_is_replica_lost():
     async def test(both: Pair) -> None:
         stream = both.listener.open()
@@ -202,7 +208,7 @@ def test_a_call_that_ends_without_its_last_frame_is_replica_lost():
         with pytest.raises(ReplicaLost, match="did not arrive"):
             await stream.receive()
 
-    run(test)
+    run(test, last_frame_timeout_s=0.1)
 
 
 def test_an_engine_that_stops_ends_its_streams_with_its_error():
@@ -248,8 +254,8 @@ def test_who_does_not_know_the_token_reaches_no_stream(hello):
 def test_strangers_are_bounded_and_do_not_keep_replicas_out():
     async def test(both: Pair) -> None:
         endpoint = both.listener.endpoint
-        strangers = [await asyncio.open_connection(endpoint.host, endpoint.port) for _ in range(channel.MAX_STRANGERS)]
-        await settled(lambda: both.listener._strangers == channel.MAX_STRANGERS)
+        strangers = [await asyncio.open_connection(endpoint.host, endpoint.port) for _ in range(MAX_STRANGERS)]
+        await settled(lambda: both.listener._strangers == MAX_STRANGERS)
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
@@ -301,8 +307,7 @@ def test_a_client_that_reads_too_slowly_is_cut_off_and_its_generation_ends():
     run(test)
 
 
-def test_log_probabilities_that_fill_many_frames_arrive_whole(monkeypatch):
-    monkeypatch.setattr(link, "_MAX_ENTRY_BYTES", 3 << 20)
+def test_log_probabilities_that_fill_many_frames_arrive_whole():
     logprob = TokenLogprob(1, -1.5, tuple((n, -float(n)) for n in range(20)))
     delta = TokenDelta((1,), (logprob,), None, 0, (None, *[logprob] * 8_000))
 
@@ -317,12 +322,10 @@ def test_log_probabilities_that_fill_many_frames_arrive_whole(monkeypatch):
             stream.close()
             link.detach(request_id)
 
-    run(test)
+    run(test, limits=LinkLimits(max_entry_bytes=3 << 20))
 
 
-def test_log_probabilities_that_fit_no_frame_refuse_their_request_only(monkeypatch):
-    monkeypatch.setattr(link, "_MAX_ENTRY_BYTES", 1000)
-
+def test_log_probabilities_that_fit_no_frame_refuse_their_request_only():
     async def test(both: Pair) -> None:
         link = await both.links.to(both.listener.endpoint)
         big, small = both.listener.open(), both.listener.open()
@@ -335,12 +338,10 @@ def test_log_probabilities_that_fit_no_frame_refuse_their_request_only(monkeypat
             await big.receive()
         await over
 
-    run(test)
+    run(test, limits=LinkLimits(max_entry_bytes=1000))
 
 
-def test_an_ingress_that_does_not_read_loses_its_connection_instead_of_filling_memory(monkeypatch):
-    monkeypatch.setattr(link, "MAX_UNSENT_BYTES", 1 << 20)
-
+def test_an_ingress_that_does_not_read_loses_its_connection_instead_of_filling_memory():
     async def test(both: Pair) -> None:
         server = await asyncio.start_server(lambda reader, writer: asyncio.Event().wait(), "127.0.0.1", 0, limit=1024)
         port = server.sockets[0].getsockname()[1]
@@ -353,7 +354,7 @@ def test_an_ingress_that_does_not_read_loses_its_connection_instead_of_filling_m
         assert link.is_lost
         server.close()
 
-    run(test)
+    run(test, limits=LinkLimits(max_unsent_bytes=1 << 20))
 
 
 def test_what_is_delivered_for_a_request_that_is_gone_is_dropped():
@@ -368,13 +369,6 @@ def test_what_is_delivered_for_a_request_that_is_gone_is_dropped():
         stream.close()
 
     run(test)
-
-
-@pytest.fixture(scope="module")
-def short_wait_for_the_last_frame():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel, "LAST_FRAME_TIMEOUT_S", 0.1)
-        yield
 
 
 actions = st.lists(
@@ -408,7 +402,6 @@ async def act(both: Pair, what: str, after: int, max_tokens: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(actions)
-@pytest.mark.usefixtures("short_wait_for_the_last_frame")
 def test_whatever_is_cancelled_whenever_nothing_is_left(plan):
     async def test(both: Pair) -> None:
         await asyncio.gather(*(act(both, *action) for action in plan))
@@ -418,7 +411,7 @@ def test_whatever_is_cancelled_whenever_nothing_is_left(plan):
 
     async def main() -> None:
         before = asyncio.all_tasks()
-        async with pair() as both:
+        async with pair(last_frame_timeout_s=0.1) as both:
             await asyncio.wait_for(test(both), 30)
         assert asyncio.all_tasks() == before
 

@@ -29,11 +29,11 @@ class Controller:
         return self.statuses
 
 
-async def looked(controller: Controller, replicas=None) -> tuple[ReadinessWatch, ReplicaReports]:
+async def looked(controller: Controller, replicas=None, **limits: float) -> tuple[ReadinessWatch, ReplicaReports]:
     reports = ReplicaReports()
     if replicas is not None:
         reports.put("m", replicas)
-    watch = ReadinessWatch(reports, controller.read)
+    watch = ReadinessWatch(reports, controller.read, **limits)
     await watch.look(["m"])
     return watch, reports
 
@@ -86,16 +86,22 @@ def test_the_controller_is_not_asked_while_replicas_are_up():
     assert controller.asked == 0
 
 
-def test_the_controller_is_asked_once_for_all_who_want_to_know_within_an_interval(monkeypatch):
-    monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 1e6)
-
+def test_the_controller_is_asked_once_for_all_who_want_to_know_within_an_interval():
     async def main() -> None:
         controller = Controller({"m": ASLEEP, "n": ASLEEP})
-        watch, _ = await looked(controller)
+        watch, _ = await looked(controller, interval_s=1e6)
         await asyncio.gather(*(watch.look(["m", "n"]) for _ in range(10)))
         assert controller.asked == 1
         assert watch.why_not_ready("n") is None
-        monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 0)
+
+    asyncio.run(main())
+
+
+def test_after_the_interval_the_controller_is_asked_again():
+    async def main() -> None:
+        controller = Controller({"m": ASLEEP})
+        watch, _ = await looked(controller, interval_s=0, patience_s=0.05)
+        assert watch.why_not_ready("m") is None
         controller.statuses = {"m": HEALTHY}
         await watch.look(["m"])
         assert watch.why_not_ready("m") == "no replica is up"
@@ -103,13 +109,12 @@ def test_the_controller_is_asked_once_for_all_who_want_to_know_within_an_interva
     asyncio.run(main())
 
 
-def test_a_model_that_has_just_gone_to_sleep_is_ready_at_once(monkeypatch):
+def test_a_model_that_has_just_gone_to_sleep_is_ready_at_once():
     """What the controller said while it ran does not count, however new it is."""
-    monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 1e6)
 
     async def main() -> None:
         controller = Controller({"m": HEALTHY})
-        watch, reports = await looked(controller, ())
+        watch, reports = await looked(controller, (), interval_s=1e6)
         reports.put("m", (READY,))
         reports.put("m", ())
         controller.statuses = {"m": ASLEEP}
@@ -132,14 +137,11 @@ def test_what_the_controller_said_before_the_replicas_came_does_not_count_once_t
     asyncio.run(main())
 
 
-def test_a_controller_that_does_not_answer_changes_nothing_that_was_known(monkeypatch):
-    monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 1e6)
-
+def test_a_controller_that_does_not_answer_changes_nothing_that_was_known():
     async def main() -> None:
         controller = Controller({"m": ASLEEP})
-        watch, _ = await looked(controller, ())
+        watch, _ = await looked(controller, (), interval_s=0.01)
         controller.error = ConnectionError("the controller restarts")
-        monkeypatch.setattr("serve_app.replicas.readiness._INTERVAL_S", 0.01)
         while controller.asked < 3:
             await watch.look(["m"])
         assert watch.why_not_ready("m") is None
@@ -147,17 +149,15 @@ def test_a_controller_that_does_not_answer_changes_nothing_that_was_known(monkey
     asyncio.run(main())
 
 
-def test_nobody_waits_for_a_controller_that_hangs(monkeypatch):
-    monkeypatch.setattr("serve_app.replicas.readiness._PATIENCE_S", 0.05)
+def test_nobody_waits_for_a_controller_that_hangs():
     hangs = threading.Event()
 
     async def main() -> None:
-        watch = ReadinessWatch(ReplicaReports(), lambda: hangs.wait() and {"m": ASLEEP})
+        watch = ReadinessWatch(ReplicaReports(), lambda: hangs.wait() and {"m": ASLEEP}, patience_s=0.05)
         await asyncio.gather(watch.look(["m"]), watch.look(["m"]))
         assert watch.why_not_ready("m") == "its state is not known yet"
         hangs.set()
-        monkeypatch.setattr("serve_app.replicas.readiness._PATIENCE_S", 10)
-        await watch.look(["m"])
-        assert watch.why_not_ready("m") is None
+        while watch.why_not_ready("m") is not None:
+            await watch.look(["m"])
 
     asyncio.run(main())
