@@ -16,7 +16,7 @@ from engines.planning.prefill_pace import PrefillPace
 from engines.planning.scheduler import Chunk, Scheduler, StepPlan
 from engines.planning.sequence import TokenSequence
 from engines.protocol import Adapter, FinishReason, TokenDelta, TokenLogprob
-from engines.sampling.sampler import Sampled
+from engines.sampling.sampler import Draws, Sampled, Sampler
 from engines.sampling.step_results import Outcomes, StepResult, rows_of_chunks
 from engines.tensors.batch import Carried, StepBatch
 
@@ -88,6 +88,7 @@ class EngineLoop:
     emit: Emit
     on_end: Callable[[EngineStopped], None]
     pace: PrefillPace | None = None
+    sampler: Sampler = Draws
     counters: Counters = field(default_factory=Counters)
     failed: bool = False
     last_progress: float = field(default_factory=time.monotonic)
@@ -243,7 +244,7 @@ class EngineLoop:
         ]
         try:
             # A copy, since the next forward writes to the same logits.
-            return Outcomes(rows, logits.to(torch.float32, copy=True)) if rows else None
+            return Outcomes(rows, logits.to(torch.float32, copy=True), self.sampler) if rows else None
         except Exception:
             logger.exception("drawing ahead failed")
             return None
@@ -274,7 +275,7 @@ class EngineLoop:
         """
         try:
             batch, logits = self.runner.forward(chunks)
-            outcomes = Outcomes(rows_of_chunks(batch), logits).collect()
+            outcomes = Outcomes(rows_of_chunks(batch), logits, self.sampler).collect()
         except Exception as exc:
             request_ids = [chunk.sequence.request_id for chunk in chunks]
             logger.exception("a forward pass failed", extra={"request_ids": request_ids})

@@ -7,7 +7,7 @@ most likely candidates only and widens the search for the rows that need it, so 
 vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
@@ -20,7 +20,7 @@ from engines.protocol import SamplingParams, TokenLogprob
 from engines.tensors.transfer import Arriving, rows_of, to_device, with_rows
 
 CANDIDATES = 128
-"""How many of the most likely tokens truncation looks at first, unless the request's last draw kept more."""
+"""How many of the most likely tokens truncation looks at first, on a CPU."""
 
 CANDIDATES_ON_DEVICE = 1024
 """The same where looking at more costs little, and having looked at too few a forward."""
@@ -48,9 +48,9 @@ class Sampled:
     logprob: TokenLogprob | None = None
 
 
-def sample(logits: torch.Tensor, sequences: Sequence[TokenSequence]) -> list[Sampled]:
-    """One token per row of `logits` [rows, vocab], any float dtype."""
-    return Draws(logits, sequences).collect()
+def sample(logits: torch.Tensor, sequences: Sequence[TokenSequence], *, candidates: int | None = None) -> list[Sampled]:
+    """One token per row of `logits` [rows, vocab], any float dtype; `candidates` as of `Draws`."""
+    return Draws(logits, sequences, candidates=candidates).collect()
 
 
 class Draws:
@@ -60,10 +60,16 @@ class Draws:
     `token_ids` [rows] int64, on the device: what the next forward can begin with. Any token where the logits are not
     finite. `revised`: rows for which `collect` found another token, since their truncation keeps more than was looked
     at; they are few, for the next draw of their sequence looks at more.
+
+    `candidates`: how many of the most likely tokens truncation looks at first, unless the request's last draw kept
+    more; None takes what suits the device.
     """
 
-    def __init__(self, logits: torch.Tensor, sequences: Sequence[TokenSequence]) -> None:
+    def __init__(
+        self, logits: torch.Tensor, sequences: Sequence[TokenSequence], *, candidates: int | None = None
+    ) -> None:
         self._sequences = sequences
+        self._candidates = candidates or (CANDIDATES if logits.device.type == "cpu" else CANDIDATES_ON_DEVICE)
         params = self._params = [sequence.request.sampling for sequence in sequences]
         logits = self._logits = _penalise(logits.float(), sequences, params)
         best, greedy = logits.max(dim=-1)  # NaN wins a max, so this also shows rows that are not finite
@@ -113,7 +119,7 @@ class Draws:
         p = self._params[row]
         if p.top_k == 0 and p.top_p >= 1 and p.min_p <= 0:
             return 0
-        width = CANDIDATES if self._logits.device.type == "cpu" else CANDIDATES_ON_DEVICE
+        width = self._candidates
         while width <= self._sequences[row].num_kept:
             width *= _WIDER
         return min(width, self._logits.shape[-1])
@@ -159,6 +165,10 @@ class Draws:
             row: TokenLogprob(report.token_id, report.logprob, report.top[: self._params[row].logprobs])
             for row, report in reports
         }
+
+
+Sampler = Callable[[torch.Tensor, Sequence[TokenSequence]], Draws]
+"""Begins to draw one token per row of logits [rows, vocab]."""
 
 
 def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], params: SamplingParams) -> list[TokenLogprob]:

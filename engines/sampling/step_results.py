@@ -8,7 +8,7 @@ import torch
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import TokenSequence
 from engines.protocol import TokenLogprob
-from engines.sampling.sampler import Draws, Sampled, prompt_logprobs
+from engines.sampling.sampler import Draws, Sampled, Sampler, prompt_logprobs
 from engines.tensors.batch import Carried, StepBatch, wanted_rows
 from engines.tensors.transfer import rows_of
 
@@ -33,7 +33,7 @@ class Outcomes:
     not those that `carried` has, once `collect` has found out.
     """
 
-    def __init__(self, rows: Rows, logits: torch.Tensor) -> None:
+    def __init__(self, rows: Rows, logits: torch.Tensor, sampler: Sampler = Draws) -> None:
         """`logits` [wanted rows, vocab], which nobody writes to before `collect`."""
         self._rows = rows
         self._logits = logits
@@ -42,7 +42,7 @@ class Outcomes:
         self._draws: Draws | None = None
         if sampled:
             own = rows_of(logits, [last for _, last in sampled])
-            self._draws = Draws(own, [chunk.sequence for chunk in self.drawn])
+            self._draws = sampler(own, [chunk.sequence for chunk in self.drawn])
         self.revised: list[TokenSequence] = []
 
     @property

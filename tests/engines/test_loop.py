@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partialmethod
 from threading import Thread
 
 import pytest
@@ -17,17 +16,21 @@ from engines.protocol import FinishReason, TokenDelta
 from tests.support.engine_harness import request
 from tests.support.loop_drive import BREAKS, MISSHAPEN, NAN, RAISES, Bench, HashRunner, greedy, logits_after
 
+NewBench = Callable[..., Bench]
 
-@pytest.fixture(params=[False, True], ids=["waits", "overlaps"], autouse=True)
-def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+
+@pytest.fixture(params=[False, True], ids=["waits", "overlaps"])
+def new_bench(request: pytest.FixtureRequest) -> NewBench:
     """All of this holds whether or not decoding runs ahead of the host."""
-    made = HashRunner.__init__
-    monkeypatch.setattr(HashRunner, "__init__", partialmethod(made, overlaps=request.param))
-    return bool(request.param)
+
+    def made(*, num_blocks: int = 100, repeatable: bool = True) -> Bench:
+        return Bench(HashRunner(overlaps=request.param, repeatable=repeatable), num_blocks)
+
+    return made
 
 
-def test_a_generation_ends_at_its_length_and_has_one_token_in_each_delta() -> None:
-    bench, made = Bench(), request((1, 2, 3), max_tokens=4)
+def test_a_generation_ends_at_its_length_and_has_one_token_in_each_delta(new_bench: NewBench) -> None:
+    bench, made = new_bench(), request((1, 2, 3), max_tokens=4)
     bench.add(made)
     bench.finish()
     assert bench.tokens(made) == greedy((1, 2, 3), 4)
@@ -35,11 +38,11 @@ def test_a_generation_ends_at_its_length_and_has_one_token_in_each_delta() -> No
     bench.assert_clean()
 
 
-def test_a_generation_ends_with_the_stop_token_even_at_its_length() -> None:
+def test_a_generation_ends_with_the_stop_token_even_at_its_length(new_bench: NewBench) -> None:
     expected = greedy((1, 2, 3), 4)
     for count in (2, 4):
         stop = expected[count - 1]
-        bench = Bench()
+        bench = new_bench()
         made = request((1, 2, 3), max_tokens=4, stop_token_ids=frozenset({stop}))
         bench.add(made)
         bench.finish()
@@ -47,8 +50,8 @@ def test_a_generation_ends_with_the_stop_token_even_at_its_length() -> None:
         assert bench.deltas(made)[-1].finish_reason is FinishReason.STOP
 
 
-def test_what_is_said_once_is_said_on_the_first_delta() -> None:
-    bench, prompt = Bench(), tuple(range(33))
+def test_what_is_said_once_is_said_on_the_first_delta(new_bench: NewBench) -> None:
+    bench, prompt = new_bench(), tuple(range(33))
     first, second = (request(prompt, max_tokens=3, logprobs=1) for _ in range(2))
     scored = request(prompt, max_tokens=3, prompt_logprobs=1)
     for made in (first, second, scored):
@@ -60,8 +63,8 @@ def test_what_is_said_once_is_said_on_the_first_delta() -> None:
     assert not any(delta.logprobs for delta in bench.deltas(scored))
 
 
-def test_a_prompt_can_be_scored_without_a_token() -> None:
-    bench, prompt = Bench(), tuple(i % 40 for i in range(150))
+def test_a_prompt_can_be_scored_without_a_token(new_bench: NewBench) -> None:
+    bench, prompt = new_bench(), tuple(i % 40 for i in range(150))
     made = request(prompt, max_tokens=0, prompt_logprobs=0)
     bench.add(made)
     bench.finish()
@@ -82,8 +85,8 @@ def assert_scores(delta: TokenDelta, prompt: Sequence[int]) -> None:
         assert score.logprob == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_a_prompt_whose_scoring_was_interrupted_by_a_preemption_has_every_score_once() -> None:
-    bench, prompt = Bench(num_blocks=1 + 43), tuple(i % 40 for i in range(640))
+def test_a_prompt_whose_scoring_was_interrupted_by_a_preemption_has_every_score_once(new_bench: NewBench) -> None:
+    bench, prompt = new_bench(num_blocks=1 + 43), tuple(i % 40 for i in range(640))
     older = request([3] * 30, max_tokens=40)
     bench.add(older)
     bench.loop.step()
@@ -99,8 +102,8 @@ def test_a_prompt_whose_scoring_was_interrupted_by_a_preemption_has_every_score_
 
 
 @pytest.mark.parametrize("poison", [RAISES, MISSHAPEN])
-def test_what_raises_for_one_request_fails_that_one_alone(poison: int) -> None:
-    bench = Bench()
+def test_what_raises_for_one_request_fails_that_one_alone(new_bench: NewBench, poison: int) -> None:
+    bench = new_bench()
     good = [request((i, i + 1), max_tokens=6) for i in range(4)]
     bad = request((1, poison, 2), max_tokens=6, prompt_logprobs=0)
     bench.add(*good[:2], bad, *good[2:])
@@ -116,8 +119,8 @@ def test_what_raises_for_one_request_fails_that_one_alone(poison: int) -> None:
 
 
 @pytest.mark.parametrize("poison", [RAISES, MISSHAPEN, NAN])
-def test_any_number_of_failures_in_a_row_leave_the_engine_running(poison: int) -> None:
-    bench = Bench()
+def test_any_number_of_failures_in_a_row_leave_the_engine_running(new_bench: NewBench, poison: int) -> None:
+    bench = new_bench()
     for _ in range(20):
         bench.add(request((poison,)))
         bench.finish()
@@ -128,8 +131,8 @@ def test_any_number_of_failures_in_a_row_leave_the_engine_running(poison: int) -
     bench.assert_clean()
 
 
-def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
-    bench = Bench()
+def test_logits_that_are_not_finite_fail_their_request_alone(new_bench: NewBench) -> None:
+    bench = new_bench()
     good, bad = request((1, 2), max_tokens=4), request((1, NAN), max_tokens=4)
     scored = request((1, NAN, 5), max_tokens=0, prompt_logprobs=0)
     bench.add(bad, good, scored)
@@ -139,8 +142,8 @@ def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
     bench.assert_clean()
 
 
-def test_a_runner_that_cannot_run_a_chunk_again_fails_all_of_the_batch_and_goes_on() -> None:
-    bench = Bench(HashRunner(repeatable=False))
+def test_a_runner_that_cannot_run_a_chunk_again_fails_all_of_the_batch_and_goes_on(new_bench: NewBench) -> None:
+    bench = new_bench(repeatable=False)
     requests = [request((1, 2)), request((RAISES, 1))]
     bench.add(*requests)
     bench.finish()
@@ -148,8 +151,8 @@ def test_a_runner_that_cannot_run_a_chunk_again_fails_all_of_the_batch_and_goes_
     bench.assert_clean()
 
 
-def test_those_who_decode_get_their_tokens_before_the_prefill_is_computed() -> None:
-    bench = Bench()
+def test_those_who_decode_get_their_tokens_before_the_prefill_is_computed(new_bench: NewBench) -> None:
+    bench = new_bench()
     first, second = request((1, 2), max_tokens=9), request(tuple(range(20)), max_tokens=9)
     bench.add(first)
     bench.loop.step()
@@ -162,8 +165,8 @@ def test_those_who_decode_get_their_tokens_before_the_prefill_is_computed() -> N
     ]
 
 
-def test_the_prefill_beside_decoding_follows_what_both_take() -> None:
-    bench = Bench()
+def test_the_prefill_beside_decoding_follows_what_both_take(new_bench: NewBench) -> None:
+    bench = new_bench()
     bench.loop.pace = PrefillPace(limit=200, ratio=1e-6)
     bench.add(request(tuple(i % 40 for i in range(60)), max_tokens=3))
     assert bench.loop.step()
@@ -176,8 +179,8 @@ def test_the_prefill_beside_decoding_follows_what_both_take() -> None:
     assert bench.scheduler.prefill_limit == 200
 
 
-def test_preemption_neither_repeats_nor_loses_a_token() -> None:
-    bench = Bench(num_blocks=1 + 7)
+def test_preemption_neither_repeats_nor_loses_a_token(new_bench: NewBench) -> None:
+    bench = new_bench(num_blocks=1 + 7)
     requests = [request([i] * 30, max_tokens=40, logprobs=0) for i in range(4)]
     bench.add(*requests)
     bench.finish()
@@ -187,8 +190,8 @@ def test_preemption_neither_repeats_nor_loses_a_token() -> None:
     bench.assert_clean()
 
 
-def test_the_counters_count() -> None:
-    bench, prompt = Bench(), tuple(range(40))
+def test_the_counters_count(new_bench: NewBench) -> None:
+    bench, prompt = new_bench(), tuple(range(40))
     made = [request(prompt, max_tokens=5), request(prompt, max_tokens=5), request((1,), max_tokens=1)]
     for one in made:
         bench.add(one)
@@ -202,9 +205,9 @@ def test_the_counters_count() -> None:
     assert counters.step_seconds > 0
 
 
-def test_an_abort_at_any_step_leaves_nothing_and_disturbs_nobody() -> None:
+def test_an_abort_at_any_step_leaves_nothing_and_disturbs_nobody(new_bench: NewBench) -> None:
     for step in range(8):
-        bench = Bench(num_blocks=1 + 9)
+        bench = new_bench(num_blocks=1 + 9)
         stays, leaves = request([7] * 60, max_tokens=5), request([8] * 60, max_tokens=50)
         bench.add(stays, leaves)
         for _ in range(step):
@@ -218,8 +221,8 @@ def test_an_abort_at_any_step_leaves_nothing_and_disturbs_nobody() -> None:
         bench.assert_clean()
 
 
-def test_time_without_work_is_no_stall() -> None:
-    bench = Bench()
+def test_time_without_work_is_no_stall(new_bench: NewBench) -> None:
+    bench = new_bench()
     bench.loop.last_progress -= 1000
     bench.add(request((1, 2)))
     assert time.monotonic() - bench.loop.last_progress < 100
@@ -237,8 +240,8 @@ def run_in_thread(bench: Bench, *commands: Callable[[EngineLoop], None]) -> Thre
     return thread
 
 
-def test_a_stopped_loop_says_so_once_and_takes_no_more_commands() -> None:
-    bench = Bench()
+def test_a_stopped_loop_says_so_once_and_takes_no_more_commands(new_bench: NewBench) -> None:
+    bench = new_bench()
     thread = run_in_thread(bench, lambda loop: loop.stop())
     thread.join(timeout=30)
     assert [str(error) for error in bench.ended] == ["The engine was stopped."]
@@ -247,8 +250,8 @@ def test_a_stopped_loop_says_so_once_and_takes_no_more_commands() -> None:
 
 
 @pytest.mark.parametrize("breakage", ["the device", "the loop's own state"])
-def test_a_fault_that_is_no_requests_own_ends_the_loop_and_says_so(breakage: str) -> None:
-    bench = Bench()
+def test_a_fault_that_is_no_requests_own_ends_the_loop_and_says_so(new_bench: NewBench, breakage: str) -> None:
+    bench = new_bench()
 
     def break_it(loop: EngineLoop) -> None:
         if breakage == "the device":

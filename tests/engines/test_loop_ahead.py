@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -14,8 +15,7 @@ from hypothesis import strategies as st
 from engines.loop import Event
 from engines.planning.sequence import TokenSequence
 from engines.protocol import FinishReason, GenerateRequest, TokenDelta
-from engines.sampling import sampler
-from engines.tensors.transfer import Arriving
+from engines.sampling.sampler import Draws, Sampled, Sampler
 from tests.support.engine_harness import request
 from tests.support.loop_drive import NAN, RAISES, Bench, HashRunner, greedy
 
@@ -32,10 +32,12 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that truncation now and then keeps more tokens than were looked at first."""
-    monkeypatch.setattr(sampler, "CANDIDATES", 4)
+FEW_CANDIDATES = partial(Draws, candidates=4)
+"""So that truncation now and then keeps more tokens than were looked at first."""
+
+
+def bench_of(runner: HashRunner, num_blocks: int = 100, sampler: Sampler = FEW_CANDIDATES) -> Bench:
+    return Bench(runner, num_blocks, sampler)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def work_of(rng: Random) -> Work:
 
 
 def run(work: Work, runner: HashRunner, num_blocks: int) -> dict[str, list[Event]]:
-    bench = Bench(runner, num_blocks=num_blocks)
+    bench = bench_of(runner, num_blocks=num_blocks)
     with torch.inference_mode():
         for step in range(1000):
             bench.add(*(made for made, at in zip(work.requests, work.arrivals, strict=True) if at == step))
@@ -102,7 +104,7 @@ def test_whatever_comes_and_goes_every_request_gets_what_it_gets_without(seed: i
 
 
 def test_the_device_has_the_next_step_before_this_ones_tokens_are_out() -> None:
-    bench = Bench(HashRunner(overlaps=True))
+    bench = bench_of(HashRunner(overlaps=True))
     made = [request((i, i + 1), max_tokens=6) for i in range(3)]
     bench.add(*made)
     seen: list[int] = []
@@ -122,7 +124,7 @@ def test_the_device_has_the_next_step_before_this_ones_tokens_are_out() -> None:
 
 
 def test_who_ends_at_its_length_is_not_decoded_again() -> None:
-    bench = Bench(HashRunner(overlaps=True))
+    bench = bench_of(HashRunner(overlaps=True))
     bench.add(request((1, 2), max_tokens=3), request((3, 4), max_tokens=6))
     bench.finish()
     assert bench.runner.decodes == [None, 2, 1, 1, 1]
@@ -130,7 +132,7 @@ def test_who_ends_at_its_length_is_not_decoded_again() -> None:
 
 
 def test_who_ends_with_a_stop_token_is_decoded_once_more_in_vain() -> None:
-    bench, stop = Bench(HashRunner(overlaps=True)), greedy((1, 2), 3)[-1]
+    bench, stop = bench_of(HashRunner(overlaps=True)), greedy((1, 2), 3)[-1]
     short = request((1, 2), max_tokens=9, stop_token_ids=frozenset({stop}))
     other = request((3, 4), max_tokens=9)
     bench.add(short, other)
@@ -142,7 +144,7 @@ def test_who_ends_with_a_stop_token_is_decoded_once_more_in_vain() -> None:
 
 
 def test_a_request_that_arrives_is_admitted_in_the_next_step() -> None:
-    bench, first = Bench(HashRunner(overlaps=True)), request((1, 2), max_tokens=30)
+    bench, first = bench_of(HashRunner(overlaps=True)), request((1, 2), max_tokens=30)
     bench.add(first)
     for _ in range(5):
         bench.loop.step()
@@ -156,7 +158,7 @@ def test_a_request_that_arrives_is_admitted_in_the_next_step() -> None:
 
 
 def test_requests_that_wait_for_room_do_not_keep_the_others_from_running_ahead() -> None:
-    bench = Bench(HashRunner(overlaps=True), num_blocks=1 + 8)
+    bench = bench_of(HashRunner(overlaps=True), num_blocks=1 + 8)
     running, waiting = request([1] * 60, max_tokens=40), [request([2] * 100, max_tokens=2) for _ in range(3)]
     bench.add(running, *waiting)
     bench.finish()
@@ -166,11 +168,11 @@ def test_requests_that_wait_for_room_do_not_keep_the_others_from_running_ahead()
 
 
 def test_a_token_that_is_found_to_be_another_is_computed_anew() -> None:
-    bench = Bench(HashRunner(overlaps=True))
+    bench = bench_of(HashRunner(overlaps=True))
     wide = [request((i,), max_tokens=12, temperature=3.0, top_p=0.95, seed=i) for i in range(4)]
     bench.add(*wide)
     bench.finish()
-    plain = Bench(HashRunner(overlaps=False))
+    plain = bench_of(HashRunner(overlaps=False))
     again = [replace(made, request_id=f"again-{made.request_id}") for made in wide]
     plain.add(*again)
     plain.finish()
@@ -178,12 +180,14 @@ def test_a_token_that_is_found_to_be_another_is_computed_anew() -> None:
     assert bench.runner.decodes.count(None) > 1, "after four candidates of fifty some should have been wrong"
 
 
-def test_a_token_that_is_found_to_be_another_holds_its_request_up_for_no_longer_than_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench, width = Bench(HashRunner(overlaps=True)), sampler.Draws._width
-    # As if each of its draws kept more tokens than the one before.
-    monkeypatch.setattr(sampler.Draws, "_width", lambda draws, row: min(4, width(draws, row)))
+def test_a_token_that_is_found_to_be_another_holds_its_request_up_for_no_longer_than_that() -> None:
+    def forgetful(logits: torch.Tensor, sequences: Sequence[TokenSequence]) -> Draws:
+        """As if each draw kept more tokens than the one before."""
+        for sequence in sequences:
+            sequence.num_kept = 0
+        return FEW_CANDIDATES(logits, sequences)
+
+    bench = bench_of(HashRunner(overlaps=True), sampler=forgetful)
     others = [request((i, 1), max_tokens=300) for i in range(3)]
     wide = request((5,), max_tokens=12, temperature=3.0, top_p=0.95, seed=3)
     bench.add(*others, wide)
@@ -203,7 +207,7 @@ def others_before(bench: Bench, long: GenerateRequest, waiting: GenerateRequest)
 
 def started(*requests: GenerateRequest, charged: int = 1, overlaps: bool = True) -> Bench:
     """A bench of 16 blocks where the first request decodes, and the others wait. Tenant b has had so many tokens."""
-    bench = Bench(HashRunner(overlaps=overlaps), num_blocks=1 + 16)
+    bench = bench_of(HashRunner(overlaps=overlaps), num_blocks=1 + 16)
     bench.add(request([4] * charged, max_tokens=1, tenant="b"))
     bench.finish()
     bench.add(*requests)
@@ -245,7 +249,7 @@ def test_a_request_that_takes_over_an_id_is_tried_anew() -> None:
 def test_who_waits_for_a_place_takes_it_in_the_step_after_one_ends_at_its_length() -> None:
     found = []
     for overlaps in (False, True):
-        bench = Bench(HashRunner(overlaps=overlaps))
+        bench = bench_of(HashRunner(overlaps=overlaps))
         others = [request((i, 1), max_tokens=50) for i in range(7)]
         bench.add(*others, request((9, 9), max_tokens=5), waiting := request((8, 8), max_tokens=2))
         found.append(others_before(bench, others[0], waiting))
@@ -254,7 +258,7 @@ def test_who_waits_for_a_place_takes_it_in_the_step_after_one_ends_at_its_length
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_room_that_becomes_free_is_taken_though_the_others_run_ahead(stops: bool) -> None:
-    bench, prompt = Bench(HashRunner(overlaps=True), num_blocks=1 + 16), [2] * 100
+    bench, prompt = bench_of(HashRunner(overlaps=True), num_blocks=1 + 16), [2] * 100
     end = {"max_tokens": 100, "stop_token_ids": frozenset(greedy(prompt, 5)[-1:])} if stops else {"max_tokens": 5}
     long, short = request([1] * 20, max_tokens=200), request(prompt, **end)
     waiting = request([3] * 120, max_tokens=2)
@@ -265,28 +269,29 @@ def test_room_that_becomes_free_is_taken_though_the_others_run_ahead(stops: bool
     assert len(bench.tokens(long)) < 30
 
 
-def test_what_fails_only_when_it_is_waited_for_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, made = Bench(HashRunner(overlaps=True)), request((1, 2), max_tokens=12)
+def test_what_fails_only_when_it_is_waited_for_is_computed_again() -> None:
+    collects = [0]
+
+    class FailingNowAndThen(Draws):
+        def collect(self) -> list[Sampled]:
+            collects[0] += 1
+            if collects[0] in (3, 7):
+                raise RuntimeError("an illegal memory access was encountered")
+            return super().collect()
+
+    bench, made = bench_of(HashRunner(overlaps=True), sampler=FailingNowAndThen), request((1, 2), max_tokens=12)
     bench.add(made)
-    get, calls, decode = Arriving.get, [0], bench.runner.decode
+    decode = bench.runner.decode
 
     def with_rubbish(chunks: Any, carried: Any = None) -> Any:
         """Also what follows on the device is of no use."""
-        if carried is not None and calls[0] + 1 in (3, 7):
+        if carried is not None and collects[0] + 1 in (3, 7):
             carried = replace(carried, token_ids=torch.zeros_like(carried.token_ids))
         return decode(chunks, carried)
 
     bench.runner.decode = with_rubbish  # type: ignore[method-assign]
-
-    def fails_now_and_then(self: Arriving) -> Any:
-        calls[0] += 1
-        if calls[0] in (3, 7):
-            raise RuntimeError("an illegal memory access was encountered")
-        return get(self)
-
-    monkeypatch.setattr(Arriving, "get", fails_now_and_then)
     bench.finish()
-    assert calls[0] == 12 + 2
+    assert collects[0] == 12 + 2
     assert bench.tokens(made) == greedy((1, 2), 12)
     bench.assert_clean()
 
@@ -295,7 +300,7 @@ def test_log_probabilities_of_a_revised_token_are_its_own() -> None:
     logits = torch.linspace(0, 1, 50)[None].expand(40, -1)
     requests = [request((1,), temperature=1.0, top_p=0.99, logprobs=2, seed=seed) for seed in range(40)]
     sequences = [TokenSequence.of(made, Bench) for made in requests]  # type: ignore[arg-type]
-    draws = sampler.Draws(logits, sequences)
+    draws = FEW_CANDIDATES(logits, sequences)
     first = draws.token_ids.tolist()
     found = draws.collect()
     expected = torch.log_softmax(logits[0], dim=-1)

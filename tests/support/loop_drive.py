@@ -13,6 +13,7 @@ from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler
 from engines.planning.sequence import TokenSequence
 from engines.protocol import GenerateRequest, TokenDelta
+from engines.sampling.sampler import Draws, Sampler
 from engines.tensors.batch import Carried, StepBatch, build_batch, wanted_rows
 from tests.support.no_adapters import NoAdapters
 
@@ -100,6 +101,7 @@ class Bench:
 
     runner: HashRunner = field(default_factory=HashRunner)
     num_blocks: int = 100
+    sampler: Sampler = Draws
     emitted: list[list[tuple[str, Event]]] = field(default_factory=list)
     ended: list[EngineStopped] = field(default_factory=list)
 
@@ -111,7 +113,7 @@ class Bench:
         def emit(events: Sequence[tuple[TokenSequence, Event]]) -> None:
             self.emitted.append([(sequence.request_id, event) for sequence, event in events])
 
-        self.loop = EngineLoop(self.runner, self.scheduler, NoAdapters(), emit, self.ended.append)
+        self.loop = EngineLoop(self.runner, self.scheduler, NoAdapters(), emit, self.ended.append, sampler=self.sampler)
 
     def add(self, *requests: GenerateRequest) -> None:
         for made in requests:

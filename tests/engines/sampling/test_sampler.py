@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -139,18 +140,17 @@ def test_a_row_alone_and_in_company_gives_the_same_to_the_bit(
             assert sample(logits[i : i + 1], [generation(output=output, **params)]) == [together[i]]
 
 
-def test_how_far_the_search_goes_for_one_row_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_far_the_search_goes_for_one_row_changes_no_other() -> None:
     """All tokens are as likely, so that one more or less is kept where a sum is rounded in another way."""
-    monkeypatch.setattr(sampler, "CANDIDATES", 4)
-    vocab = 40
+    vocab, look = 40, partial(sample, candidates=4)
     for kept in range(1, vocab, 2):
         narrow = [generation(seed=seed, top_p=kept / vocab) for seed in range(30)]
         wide = generation(top_p=1 - 0.5 / vocab)
-        together = sample(torch.zeros(31, vocab), [*narrow, wide])[:-1]
+        together = look(torch.zeros(31, vocab), [*narrow, wide])[:-1]
         again = [generation(seed=seed, top_p=kept / vocab) for seed in range(30)]
-        assert [sample(torch.zeros(1, vocab), [one])[0] for one in again] == together
+        assert [look(torch.zeros(1, vocab), [one])[0] for one in again] == together
         # Their next draws begin where the last ones ended.
-        assert sample(torch.zeros(30, vocab), narrow) == together
+        assert look(torch.zeros(30, vocab), narrow) == together
 
 
 @pytest.mark.parametrize("vocab", [40, 97, 1000])
