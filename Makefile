@@ -6,6 +6,8 @@ PORT ?= 8000
 VENV ?= .venv
 # Options of the example, such as ARGS="--recipe tools".
 ARGS ?=
+# Processes that run tests side by side.
+WORKERS ?= 2
 # What is handed to `pip install` for torch; a user with a GPU may name another build or index:
 #   make serve TORCH="torch==2.13.0 --index-url ..."
 TORCH ?= $(shell grep '^torch==' constraints.txt)
@@ -105,10 +107,10 @@ test: setup-dev demo ## format, lint, import contracts, types and all tests but 
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/mypy cluster/*.py cluster/examples/*.py
 	@echo '==> Tests'
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m pytest -n $(WORKERS)
 
 test-slow: setup-dev demo ## the slow tests
-	@$(VENV)/bin/python -m pytest -m 'slow and not gpu'
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) -m 'slow and not gpu'
 
 test-gpu: setup-dev demo ## the tests of the CUDA path, on a CUDA device
 	@$(VENV)/bin/python -m pytest -m 'gpu or slow or not slow' tests/engines/gpu

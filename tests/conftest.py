@@ -1,12 +1,38 @@
-"""What holds for all tests."""
+"""What holds for all tests: Triton without a device, the order of the files, and which worker runs them."""
 
 import gc
 import os
 from pathlib import Path
 
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
 if not Path("/dev/nvidiactl").exists():
     # Before Triton is imported: without a device its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+E2E = "tests/e2e/"
+OWN_RAY = ("tests/e2e/test_up.py",)
+# Minutes each: begun first, so that no worker is left alone with one of them at the end.
+LONGEST = ("tests/cluster/test_demo_service.py", E2E)
+
+
+class ByFile(LoadFileScheduling):
+    """A file's tests run in one worker, in their order. All that share the Ray of `e2e/conftest.py` run in one too."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return E2E if file.startswith(E2E) and file not in OWN_RAY else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
+    config.option.loadscopereorder = False  # the order is that of the collection
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # stable
 
 
 def pytest_collection_finish() -> None:

@@ -84,12 +84,36 @@ def write(config: dict[str, Any], folder: Path) -> Path:
     return path
 
 
+class Shared:
+    """One service for the tests that can share it, begun again when one of them has ended it."""
+
+    def __init__(self, config: Path) -> None:
+        self._config = config
+        self._running: tuple[Up, str] | None = None
+
+    def running(self) -> tuple[Up, str]:
+        if self._running is None or self._running[0].process.poll() is not None:
+            port = free_port()
+            up = Up(self._config, "--port", str(port))
+            self._running = up, f"http://127.0.0.1:{port}"
+            up.read_until("is ready")
+        return self._running
+
+    def end(self) -> None:
+        if self._running is not None:
+            self._running[0].end()
+
+
 @pytest.fixture(scope="module")
-def running(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, str]]:
-    port = free_port()
-    with Up(write(config, tmp_path_factory.mktemp("up")), "--port", str(port)) as up:
-        up.read_until("is ready")
-        yield up, f"http://127.0.0.1:{port}"
+def shared(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    shared = Shared(write(config, tmp_path_factory.mktemp("up")))
+    yield shared
+    shared.end()
+
+
+@pytest.fixture
+def running(shared: Shared) -> tuple[Up, str]:
+    return shared.running()
 
 
 def test_the_curl_that_it_prints_works(running):
@@ -133,7 +157,6 @@ def test_when_the_model_dies_the_refusal_keeps_its_advice_through_haproxy(runnin
 
 
 def test_ctrl_c_lets_requests_finish_and_leaves_nothing(running):
-    """The last test with this service."""
     up, url = running
     body = {"model": MODEL, "prompt": "x", "max_tokens": 150, "stream": True}
     lines = []

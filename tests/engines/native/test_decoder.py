@@ -12,6 +12,7 @@ from torch import nn
 
 from engines.compute import self_test
 from engines.compute.runner import ModelRunner
+from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.model.loader import load_model
 from engines.native.build import library_path
@@ -36,16 +37,15 @@ BUILDS = {"native": None, "no-amx": ("-march=native", "-mno-amx-bf16"), "baselin
 
 @pytest.fixture(scope="module", params=["native", pytest.param("no-amx", marks=pytest.mark.slow), "baseline"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A cache folder whose library was built for fewer instructions than the machine has."""
-    folder = tmp_path_factory.mktemp(f"kernels-{request.param}")
-    path = library_path(folder)
+    """The usual cache folder, or one whose library was built for fewer instructions than the machine has."""
+    usual = library_path(Path(EngineConfig("unused").kernel_cache).expanduser())
     flags = BUILDS[request.param]
-    if flags is not None:
-        own = path.with_suffix(".own")
-        command = ["cc", "-O3", *flags, "-shared", "-fPIC", "-pthread", "-o", own, SOURCES / "model.c", "-lm"]
-        subprocess.run(command, check=True, capture_output=True)
-        own.replace(path)
-    return str(folder)
+    if flags is None:
+        return str(usual.parent)
+    own = tmp_path_factory.mktemp(f"kernels-{request.param}") / usual.name
+    command = ["cc", "-O3", *flags, "-shared", "-fPIC", "-pthread", "-o", own, SOURCES / "model.c", "-lm"]
+    subprocess.run(command, check=True, capture_output=True)
+    return str(own.parent)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

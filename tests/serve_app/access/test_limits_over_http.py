@@ -1,5 +1,5 @@
-"""The limits that one caller meets, each with an answer of its own. Sizes of bodies and stops: `test_http_body.py` and
-`test_http_refusals.py`; time limits: `test_http_streams.py`.
+"""The limits that one caller meets, each with an answer of its own. Sizes of bodies: `http/test_body.py`; stops:
+`api/test_refusals.py`; time limits: `http/test_streams.py`.
 """
 
 import hashlib
