@@ -150,7 +150,7 @@ def sample(client: OpenAI, model_id: str, probe: Lesson) -> str:
     return " | ".join(part for part in (reply["reasoning_content"], reply["content"], *calls) if part)
 
 
-def arguments() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="quill")
     parser.add_argument("--base", default=".cache/models/SmolLM2-135M-Instruct", help="folder or hub id to train on")
@@ -166,7 +166,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=10, help="steps")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def prepare(recipe: Recipe, options: argparse.Namespace) -> tuple[PeftModel, list[Example]]:
@@ -184,8 +184,8 @@ def prepare(recipe: Recipe, options: argparse.Namespace) -> tuple[PeftModel, lis
     return model, [encode(lesson, tokenizer) for lesson in recipe.lessons]
 
 
-def main() -> None:
-    options = arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
     torch.manual_seed(0)
     recipe = RECIPES[options.recipe](random.Random(0))
     options.steps = options.steps or recipe.steps

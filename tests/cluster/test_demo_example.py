@@ -147,21 +147,19 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run") == ["sampler_weights"]
 
 
-def test_without_a_service_the_example_says_so_before_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_service_the_example_says_so_before_it_trains() -> None:
     with socket.socket() as taken:  # bound, and nobody listens
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        monkeypatch.setattr("sys.argv", ["x", "--url", url, "--base", "/nowhere"])
         with pytest.raises(SystemExit, match=rf"{url}/ does not serve HuggingFaceTB/.*: Connection error. \(--offline"):
-            train_checkpoint.main()
+            train_checkpoint.main(["--url", url, "--base", "/nowhere"])
 
 
-def test_the_example_runs_as_documented_on_another_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_runs_as_documented_on_another_base(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     prepare_demo.prepare_model(tmp_path / "base", tmp_path / "tiny.gguf")
-    line = f"x --base {tmp_path}/base --base-model tiny/base --root {tmp_path}/store --run r --owner me --offline"
-    monkeypatch.setattr("sys.argv", [*line.split(), "--steps", "3", "--save-every", "2", "--batch-size", "2"])
-    train_checkpoint.main()
+    line = f"--base {tmp_path}/base --base-model tiny/base --root {tmp_path}/store --run r --owner me --offline"
+    train_checkpoint.main([*line.split(), "--steps", "3", "--save-every", "2", "--batch-size", "2"])
     saves = tmp_path / "store" / "r" / "sampler_weights"
     assert sorted(path.name for path in saves.iterdir()) == ["000002", "000003"]
     facts = json.loads((saves / "000003" / "checkpoint.json").read_text())

@@ -18,7 +18,7 @@ from serve_app.config.service import parse_config
 from tests.support.readme_blocks import ADDRESS, ROOT, Block, blocks, environment
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "cluster" / "README.md"]
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "cluster/README.md", "tests/README.md")]
 # What runs a block of each kind; a block of any other kind would be run by nothing.
 KINDS = {
     ("bash", "setup"): "test_demo_service.py",
@@ -106,3 +106,9 @@ def test_the_command_of_a_deployment_is_the_one_that_make_serve_runs() -> None:
 def test_the_pages_name_no_path_of_a_machine() -> None:
     for page in PAGES:
         assert re.findall(r"(?<![\w.])/(?:root|home|work|tmp)/\S*", page.read_text(encoding="utf-8")) == []
+
+
+def test_the_page_on_tests_names_every_file_of_support() -> None:
+    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    files = {path.name for path in (ROOT / "tests" / "support").glob("*.py")} - {"__init__.py"}
+    assert files - set(re.findall(r"`(\w+\.py)`", page)) == set()
