@@ -146,7 +146,7 @@ def companies(draw: st.DrawFn, count: int) -> tuple[list[int], list[int], dict[i
     return chosen, arrivals, aborts
 
 
-@pytest.mark.parametrize(("name", "attention"), [("llama", "auto"), ("llama", "sdpa"), ("qwen3-moe", "auto")])
+@pytest.mark.parametrize(("name", "attention"), [("llama", "auto"), ("llama", "sdpa")])
 def test_any_company_leaves_the_bits_as_they_are(name: str, attention: str, engines: Engines) -> None:
     expected = alone(engines, name, attention)
     engine = hard(engines, name, attention)
@@ -163,13 +163,9 @@ def test_any_company_leaves_the_bits_as_they_are(name: str, attention: str, engi
     check()
 
 
-@pytest.mark.parametrize("max_step_tokens", [1, 40])
 @pytest.mark.parametrize(("name", "attention"), [("llama", "auto"), ("llama", "sdpa"), ("gemma2", "auto")])
-def test_any_chunks_leave_the_bits_as_they_are(
-    max_step_tokens: int, name: str, attention: str, engines: Engines
-) -> None:
-    budgets = {"max_step_tokens": max_step_tokens, "max_step_tokens_decoding": max_step_tokens}
-    engine = engines(name, attention=attention, exact=True, **budgets)
+def test_chunks_of_one_token_leave_the_bits_as_they_are(name: str, attention: str, engines: Engines) -> None:
+    engine = engines(name, attention=attention, exact=True, max_step_tokens=1, max_step_tokens_decoding=1)
     requests = all_requests(name)[3:11]
     for found, wanted in zip(engine.generate(*requests), alone(engines, name, attention)[3:11], strict=True):
         assert_same(found, wanted)
