@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import yaml
@@ -28,6 +29,10 @@ DEMO_KEY = "roundhouse-demo"
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 _LAST_PORT = 65535
+_SERVER_PORTS = range(20_000, 30_000)
+"""Where free ports are looked for. Ray and Serve have others, and the system gives others to clients: a client could
+take such a port between its choice and its use.
+"""
 
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 _HAPROXY_PORTS = (
@@ -91,7 +96,8 @@ class DeployConfig:
         variables = _environment((self.raw.get("controller_options") or {}).get("runtime_env"))
         if variables.get(_HAPROXY) != "1":
             return self
-        chosen = {name: str(free_port()) for name in _HAPROXY_PORTS if name not in variables}
+        ports = free_ports()
+        chosen = {name: str(next(ports)) for name in _HAPROXY_PORTS if name not in variables}
         for name in _HAPROXY_PORTS:
             if name in variables:
                 require_free("0.0.0.0", _port(name, variables[name]), f"change {name} in controller_options")
@@ -140,11 +146,14 @@ def _why_not_bound(host: str, port: int) -> OSError | None:
     return None
 
 
+def free_ports() -> Iterator[int]:
+    """Ports on which nobody listens now, each once, in random order."""
+    ports = SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS))
+    return (port for port in ports if is_free("127.0.0.1", port))
+
+
 def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return next(free_ports())
 
 
 def _read(path: Path) -> Yaml:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.config.deploy import free_port
 from tests.support.readme_blocks import ROOT, Block, blocks, environment, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -70,9 +70,7 @@ def serving(checkout: Path, port: int) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def address(checkout: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with serving(checkout, port) as printed:
         assert printed[-1].startswith("  -d "), "".join(printed[-40:])
         (checkout / "first run").write_text("".join(printed))

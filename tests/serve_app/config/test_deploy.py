@@ -3,13 +3,22 @@
 import copy
 import errno
 import socket
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from serve_app.config.deploy import DEMO_KEY, DeployConfig, free_port, is_free, load_deploy_config, require_free
+from serve_app.config.deploy import (
+    DEMO_KEY,
+    DeployConfig,
+    free_port,
+    free_ports,
+    is_free,
+    load_deploy_config,
+    require_free,
+)
 from serve_app.errors import ConfigRefused
 
 ROOT = Path(__file__).parents[3]
@@ -215,6 +224,14 @@ def test_a_port_that_only_the_system_may_open_is_not_said_to_be_taken(monkeypatc
     monkeypatch.setattr(socket.socket, "bind", refuse)
     with pytest.raises(ConfigRefused, match=r"^Port 80 on '127\.0\.0\.1' cannot be used: Permission denied\.$"):
         require_free("127.0.0.1", 80, "unused")
+
+
+def test_free_ports_are_none_of_those_that_the_system_gives_to_clients():
+    """A client of anybody could take such a port before the service opens it."""
+    first, second = islice(free_ports(), 2)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        assert max(first, second) < client.getsockname()[1]
+    assert first != second
 
 
 def test_a_port_is_free_until_somebody_listens():
