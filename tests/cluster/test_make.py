@@ -107,6 +107,13 @@ def test_serve_prepares_the_demo_and_runs_on_the_address_that_is_named(checkout:
     assert checkout.make("serve", "HOST=0.0.0.0", "PORT=9000")[1][1:] == [run.format("0.0.0.0", "9000")]
 
 
+def test_tests_run_on_two_workers_or_on_as_many_as_are_named(checkout: Checkout) -> None:
+    checkout.make("setup-dev")
+    run = "-m pytest -n {} -m slow and not gpu"
+    assert checkout.make("test-slow") == (0, ["cluster/prepare_demo.py", run.format(2)])
+    assert checkout.make("test-slow", "WORKERS=5") == (0, ["cluster/prepare_demo.py", run.format(5)])
+
+
 def test_a_make_that_runs_the_tests_does_not_hand_on_its_variables(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
