@@ -35,7 +35,14 @@ class TemplateRefused(RenderError):
 
 
 class PromptTooLong(RenderError):
-    """What the template made of the conversation certainly exceeds every context window of the model."""
+    """What the template made of the conversation certainly exceeds every context window of the model: it has at least
+    `num_tokens`, counting stopped there.
+    """
+
+    def __init__(self, limit: int, num_tokens: int) -> None:
+        super().__init__(f"messages must have fewer tokens than {limit}, got at least {num_tokens}.")
+        self.args = (limit, num_tokens)
+        self.num_tokens = num_tokens
 
 
 class ReplyEnd(StrEnum):

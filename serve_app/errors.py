@@ -20,6 +20,7 @@
     │   └── CheckpointUnavailable      its store does not answer
     └── ServingError               ours
         ├── NoReplica                  no replica of the model is up, or it is draining
+        ├── Overloaded                 the ingress holds as much of requests as it may
         ├── ReplicaLost                a replica died with this request
         ├── NotReady                   asked for readiness
         ├── FirstTokenTimeout
@@ -134,6 +135,10 @@ class NoReplica(ServingError):
     """No replica of the model is up, or it is draining."""
 
 
+class Overloaded(ServingError):
+    """The ingress holds as many bytes of requests as it may; nothing was run."""
+
+
 class ReplicaLost(ServingError):
     """The replica died or became unreachable with this request."""
 
@@ -201,6 +206,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     LimitReached: _Row(429, _RATE, "rate_limit_exceeded"),
     engine_errors.QueueFull: _Row(429, _RATE, "overloaded", "The model is overloaded; try again.", 2),
     NoReplica: _Row(503, _SERVER, "unavailable", "No replica of this model is available now; try again.", 2),
+    Overloaded: _Row(503, _SERVER, "overloaded", retry_after_s=1),
     ReplicaLost: _Row(503, _SERVER, "unavailable", "The replica that served this request was lost; try again.", 1),
     engine_errors.EngineStopped: _Row(503, _SERVER, "unavailable", "The replica is stopping; try again.", 1),
     engine_errors.AdapterChanged: _Row(503, _SERVER, "checkpoint_changed", "The checkpoint changed; try again.", 1),

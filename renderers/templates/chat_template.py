@@ -108,10 +108,7 @@ class ChatTemplate:
         plain = "".join([text])
         count = tokens_beyond(self._max_tokens, [plain], self._backend)
         if count is not None:
-            raise PromptTooLong(
-                f"messages must have fewer tokens than the model's context window of {self._max_tokens}, "
-                f"got more than {count} from the chat template."
-            )
+            raise PromptTooLong(self._max_tokens, count)
 
     def _encoded(self, text: TracedText) -> Rendered:
         return Rendered(text, tuple(self._encoder.encode(text)))
@@ -275,7 +272,8 @@ def _template_call(call: ToolCall, form: _Form, path: str) -> dict[str, object]:
     try:
         arguments = parse_object(call.arguments)
     except NotAnObject as exc:
-        raise RenderError(f"{path}.function.arguments must be the text of a JSON object: {exc}.") from exc
+        field = f"{path}.function.arguments"
+        raise RenderError(f"{field} must be the text of a JSON object: {exc}.", field) from exc
     function = {"name": call.name, "arguments": call.arguments if form.arguments_as_text else arguments}
     return {"id": call.id, "type": "function", "function": function}
 

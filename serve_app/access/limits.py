@@ -6,10 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from serve_app.access.auth import Caller
-from serve_app.errors import LimitReached
+from serve_app.errors import LimitReached, Overloaded
 
 Clock = Callable[[], float]
 _MINUTE_S = 60.0
+_RETRY_S = 1.0  # when what is missing comes back with the end of another request, and nobody knows when that is
+_UNASKED_PART = 4
+"""A request that sets no `max_tokens` reserves at most this part of a minute's tokens for its reply: few replies are as
+long as the context, and to reserve all of it would let one such request run at a time."""
 
 
 @dataclass(slots=True)
@@ -18,33 +22,43 @@ class _Bucket:
 
     level: float
     filled_at: float
+    per_minute: int
 
     def refill(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
         self.level = min(per_minute, self.level + (now - self.filled_at) * per_minute / _MINUTE_S)
         self.filled_at = now
+
+    def require(self, needed: float, what: str) -> None:
+        """Raise `LimitReached` unless so much is in the bucket, and more than nothing."""
+        missing = needed - self.level
+        if missing <= 0 < self.level:
+            return
+        left = "they are used up" if self.level < 1 else f"this request needs {needed:.0f}, {int(self.level)} are left"
+        raise LimitReached(
+            f"This key may use {self.per_minute} {what} per minute; {left}.",
+            max(missing, 0.0) * _MINUTE_S / self.per_minute,
+        )
 
 
 @dataclass(slots=True)
 class _Use:
     running: int = 0
+    num_bytes: int = 0
     buckets: dict[str, _Bucket] = field(default_factory=dict)
 
     def bucket(self, name: str, per_minute: int, now: float) -> _Bucket:
-        bucket = self.buckets.setdefault(name, _Bucket(per_minute, now))
+        bucket = self.buckets.setdefault(name, _Bucket(per_minute, now, per_minute))
         bucket.refill(per_minute, now)
         return bucket
 
 
-class Lease:
-    """The right to run one request."""
+@dataclass(slots=True)
+class _Buckets:
+    """Those that one request draws on; None where the key has no such limit."""
 
-    def __init__(self, tokens: _Bucket | None) -> None:
-        self._tokens = tokens
-
-    def charge(self, num_tokens: int) -> None:
-        """Account for prompt and completion tokens; may be called several times. Below zero: they are given back."""
-        if self._tokens is not None:
-            self._tokens.level -= num_tokens
+    tokens: _Bucket | None = None
+    requests: _Bucket | None = None
 
 
 class Limiter:
@@ -53,36 +67,101 @@ class Limiter:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._uses: dict[str, _Use] = {}
+        self.num_bytes = 0  # that all requests hold
 
     @contextmanager
-    def admit(self, caller: Caller) -> Iterator[Lease]:
-        """Count a request for as long as the context lasts. Raises `LimitReached`; then nothing was counted."""
+    def admit(self, caller: Caller, *, bytes_in_flight: int | None = None) -> Iterator["Lease"]:
+        """Count a request for as long as the context lasts. `bytes_in_flight`: of all keys together, None for no bound.
+        Raises `LimitReached`; then nothing was counted.
+        """
         use = self._uses.setdefault(caller.name, _Use())
-        tokens = self._check(caller, use)
+        buckets = self._check(caller, use)
         use.running += 1
+        lease = Lease(self, caller, use, buckets, bytes_in_flight)
         try:
-            yield Lease(tokens)
+            yield lease
         finally:
             use.running -= 1
+            lease.let_go()
 
-    def _check(self, caller: Caller, use: _Use) -> _Bucket | None:
+    def refill(self, bucket: _Bucket) -> None:
+        bucket.refill(bucket.per_minute, self._clock())
+
+    def _check(self, caller: Caller, use: _Use) -> _Buckets:
         limits, now = caller.limits, self._clock()
         if limits.concurrency is not None and use.running >= limits.concurrency:
             raise LimitReached(f"This key may run {limits.concurrency} requests at a time; that many are running.", 1)
-        tokens = None
+        found = _Buckets()
         if limits.tokens_per_minute is not None:
-            tokens = use.bucket("tokens", limits.tokens_per_minute, now)
-            _require(tokens, 0, limits.tokens_per_minute, "tokens")
+            found.tokens = use.bucket("tokens", limits.tokens_per_minute, now)
+            found.tokens.require(0, "tokens")
         if limits.requests_per_minute is not None:
-            requests = use.bucket("requests", limits.requests_per_minute, now)
-            _require(requests, 1, limits.requests_per_minute, "requests")
-            requests.level -= 1
-        return tokens
+            found.requests = use.bucket("requests", limits.requests_per_minute, now)
+            found.requests.require(1, "requests")
+            found.requests.level -= 1
+        return found
 
 
-def _require(bucket: _Bucket, needed: float, per_minute: int, what: str) -> None:
-    """At least `needed` must be in the bucket, and more than nothing."""
-    missing = needed - bucket.level
-    if missing > 0 or bucket.level <= 0:
-        wait_s = max(missing, 0.0) * _MINUTE_S / per_minute
-        raise LimitReached(f"This key may use {per_minute} {what} per minute; they are used up.", wait_s)
+class Lease:
+    """The right to run one request, and what it has reserved of its key's limits."""
+
+    def __init__(
+        self, limiter: Limiter, caller: Caller, use: _Use, buckets: _Buckets, bytes_in_flight: int | None
+    ) -> None:
+        self._limiter = limiter
+        self._use = use
+        self._buckets = buckets
+        self._bytes_in_flight = bytes_in_flight
+        self._bytes_of_key = caller.limits.bytes_in_flight
+        self._num_bytes = 0
+        self._reserved = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """From now on the request holds so many bytes. A request that is alone may hold as many as it likes: what one
+        request may have is bounded elsewhere. Raises `LimitReached` for the key's bound, `Overloaded` for that of all.
+        """
+        more = num_bytes - self._num_bytes
+        of_key, of_all = self._use.num_bytes - self._num_bytes, self._limiter.num_bytes - self._num_bytes
+        if more > 0:
+            if of_key and self._bytes_of_key is not None and of_key + num_bytes > self._bytes_of_key:
+                raise LimitReached(
+                    f"The requests of this key may hold {self._bytes_of_key} bytes at a time; "
+                    f"this one needs {num_bytes}, the others hold {of_key}.",
+                    _RETRY_S,
+                )
+            if of_all and self._bytes_in_flight is not None and of_all + num_bytes > self._bytes_in_flight:
+                raise Overloaded("The service holds as many bytes of requests as it may; try again.")
+        self._num_bytes = num_bytes
+        self._use.num_bytes += more
+        self._limiter.num_bytes += more
+
+    def reserve(self, num_prompt: int, asked: int | None, most: int) -> None:
+        """Reserve the tokens of prompt and reply. `asked`: `max_tokens` of the request, None where it is unset and the
+        reply may have `most`. A request that is larger than a minute's worth reserves all of it, and is let finish.
+        Raises `LimitReached`; then it is as if the request had not come.
+        """
+        tokens = self._buckets.tokens
+        if tokens is None:
+            return
+        self._limiter.refill(tokens)
+        expected = min(most, tokens.per_minute // _UNASKED_PART) if asked is None else asked
+        needed = min(num_prompt + expected, tokens.per_minute)
+        try:
+            tokens.require(needed, "tokens")
+        except LimitReached:
+            if self._buckets.requests is not None:
+                self._buckets.requests.level += 1
+            raise
+        tokens.level -= needed
+        self._reserved += needed
+
+    def settle(self, num_tokens: int) -> None:
+        """Replace what was reserved by what was used."""
+        if self._buckets.tokens is not None:
+            self._buckets.tokens.level += self._reserved - num_tokens
+        self._reserved = 0
+
+    def let_go(self) -> None:
+        """The request has ended. What it reserved and did not settle is given back."""
+        self.settle(0)
+        self.hold(0)

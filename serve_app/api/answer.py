@@ -10,8 +10,8 @@ from hashlib import blake2b
 from engines.protocol import GenerateRequest, TokenDelta
 from serve_app.api.chunks import Chunks, ReplyHead
 from serve_app.api.reply import Reply, ReplyPart, Scored, fold
+from serve_app.api.requests import ReplyOptions
 from serve_app.api.tool_check import ToolCheck
-from serve_app.api.validate import ReplyOptions
 from serve_app.catalog.catalog import Catalog, ResolvedModel
 from serve_app.config.service import LimitsConfig
 from serve_app.replicas.generation import Generation, Replicas

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from serve_app.api.prompt_limits import LONGEST_WINDOW, too_long
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import InvalidRequest
 
@@ -38,8 +39,4 @@ def _at_most(path: str, value: object, limit: int) -> None:
 
 def _check_tokens(path: str, tokens: list[object], longest_context: int) -> None:
     if len(tokens) > longest_context:
-        raise InvalidRequest(
-            f"{path} must have at most {longest_context} tokens, the longest context window here, got {len(tokens)}.",
-            path,
-            "context_length_exceeded",
-        )
+        raise too_long(path, longest_context, str(len(tokens)), window=LONGEST_WINDOW)

@@ -12,8 +12,8 @@ from renderers.messages import ToolCall
 from renderers.replies.detokenize import TokenTable
 from serve_app.api.logprobs import chat_logprobs, encoded, quoted, text_logprobs
 from serve_app.api.reply import ReplyPart, Scored, Usage, WholeReply
+from serve_app.api.requests import ReplyOptions
 from serve_app.api.schema.replies import ChatMessage, ToolCallReply, UsageReply
-from serve_app.api.validate import ReplyOptions
 
 _END = b"data: [DONE]\n\n"
 

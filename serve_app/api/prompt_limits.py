@@ -1,14 +1,33 @@
-"""Whether a prompt can fit into the context window, before it is tokenised as a whole."""
+"""The context window: the only place that judges a prompt against it, before it is tokenised and after."""
 
 from collections.abc import Sequence
 
 from renderers.templates.prompt_length import tokens_beyond
-from serve_app.api.validate import ChatRequest
+from serve_app.api.requests import ChatRequest
 from serve_app.catalog.served_model import ServedModel
 from serve_app.errors import InvalidRequest
+from serve_app.explain import show
 
+THE_MODELS_WINDOW = "the model's context window"
+LONGEST_WINDOW = "the longest context window here"
 _UNSURE_CHARACTERS_PER_TOKEN = 16
 _UNSURE_CHARACTERS = 1 << 16
+
+
+def check_context(field: str, num_prompt: int, max_tokens: int | None, context_length: int) -> int:
+    """How many tokens the reply may have; `max_tokens` None: as many as fit. Raises `InvalidRequest`."""
+    if num_prompt > context_length or (num_prompt == context_length and max_tokens != 0):
+        raise too_long(field, context_length, str(num_prompt))
+    if max_tokens is None:
+        return context_length - num_prompt
+    if num_prompt + max_tokens > context_length:
+        raise InvalidRequest(
+            "Prompt length plus max_tokens exceeds the model's context window: "
+            f"{num_prompt} + {show(max_tokens)} > {context_length}",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    return max_tokens
 
 
 def check_prompt_length(prompt: str, model: ServedModel, context_length: int) -> None:
@@ -25,7 +44,7 @@ def check_conversation_length(request: ChatRequest, model: ServedModel, context_
     unsure = request.tools_characters
     for message in messages:
         unsure += len(message.reasoning or "") + sum(len(call.arguments) for call in message.tool_calls)
-    limit = _UNSURE_CHARACTERS + _UNSURE_CHARACTERS_PER_TOKEN * context_length
+    limit = most_unsure_characters(context_length)
     if unsure > limit:
         raise InvalidRequest(
             f"messages and tools must have at most {limit} characters of reasoning, arguments and declarations, "
@@ -35,14 +54,26 @@ def check_conversation_length(request: ChatRequest, model: ServedModel, context_
         )
 
 
+def most_unsure_characters(context_length: int) -> int:
+    """Of reasoning, arguments and declarations together: more cannot fit, even where a template keeps all of them."""
+    return _UNSURE_CHARACTERS + _UNSURE_CHARACTERS_PER_TOKEN * context_length
+
+
+def too_long(field: str, limit: int, given: str, *, window: str = THE_MODELS_WINDOW) -> InvalidRequest:
+    """The refusal of a prompt that no reply fits behind. `given`: how many tokens it has, in words."""
+    return InvalidRequest(
+        f"{field} must have fewer tokens than {window} of {limit}, got {given}.", field, "context_length_exceeded"
+    )
+
+
+def at_least(count: int) -> str:
+    """`given` of a prompt that was counted only until it was certainly too long."""
+    return f"at least {count} (counting stopped there)"
+
+
 def _check(field: str, texts: Sequence[str], model: ServedModel, context_length: int) -> None:
     if sum(map(len, texts)) <= context_length:  # the exact check costs no more than this one
         return
     count = tokens_beyond(context_length, texts, model.tokenizer.backend_tokenizer)
     if count is not None:
-        raise InvalidRequest(
-            f"{field} must have fewer tokens than the model's context window of {context_length}, "
-            f"got more than {count}.",
-            field,
-            "context_length_exceeded",
-        )
+        raise too_long(field, context_length, at_least(count))

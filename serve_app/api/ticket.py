@@ -1,12 +1,11 @@
 """A request that was admitted: whose it is, what it has leased, what is recorded of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve_app.access.auth import Caller
 from serve_app.access.limits import Lease
+from serve_app.api.ignored_fields import IgnoredFields
 from serve_app.api.record import RequestRecord
-
-JsonObject = dict[str, object]
 
 
 @dataclass(slots=True)
@@ -16,15 +15,21 @@ class Ticket:
     caller: Caller
     lease: Lease
     record: RequestRecord
-    body_bytes: int
-    ignored_fields: tuple[str, ...] = ()
+    body_bytes: int = 0
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
 
-    def charge_prompt(self, num_tokens: int) -> None:
-        """Count the prompt before the engine gets it: who hangs up before the first token has used it all the same."""
-        self.record.prompt_tokens = num_tokens
-        self.lease.charge(num_tokens)
+    def reserve(self, num_prompt: int, asked: int | None, most: int) -> None:
+        """As `Lease.reserve`, before the engine gets the prompt. Who hangs up before the first token has used it all
+        the same.
+        """
+        self.lease.reserve(num_prompt, asked, most)
+        self.record.prompt_tokens = num_prompt
 
-    def give_prompt_back(self) -> None:
-        """Nothing was run."""
-        self.lease.charge(-self.record.prompt_tokens)
+    def refund(self) -> None:
+        """The caller got nothing for it."""
+        self.lease.settle(0)
         self.record.prompt_tokens = 0
+
+    def settle(self) -> None:
+        """Charge what was used, as recorded. Once, at the end."""
+        self.lease.settle(self.record.prompt_tokens + self.record.completion_tokens)

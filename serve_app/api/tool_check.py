@@ -1,8 +1,8 @@
 """The reply against `tool_choice` and `parallel_tool_calls`: a model cannot be made to follow them, only be checked."""
 
 from renderers.messages import ToolCall
+from serve_app.api.requests import ToolRules
 from serve_app.api.schema.chat import NamedFunction
-from serve_app.api.validate import ToolRules
 from serve_app.errors import ReplyRefused
 
 

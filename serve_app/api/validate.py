@@ -1,72 +1,29 @@
-"""Every rule between fields, and between a request and its model; the only maker of the validated requests."""
+"""Every rule between fields, and between a request and its model; the only maker of the values in `requests.py`."""
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 
 from engines.protocol import GenerateRequest, SamplingParams
-from renderers.base import Renderer
 from renderers.messages import Conversation, Message, Role, TextPart, Tool, ToolCall
 from serve_app.access.auth import Caller
-from serve_app.api.schema.chat import ChatBody, ImageContent, MessageBody, NamedFunction, ToolBody, ToolChoice
+from serve_app.api.prompt_limits import check_context
+from serve_app.api.requests import (
+    SAMPLING_DEFAULTS,
+    ChatRequest,
+    CompletionRequest,
+    ReplyOptions,
+    Sampling,
+    ToolRules,
+)
+from serve_app.api.schema.chat import ChatBody, ContentPart, ImageContent, MessageBody, NamedFunction, ToolBody
 from serve_app.api.schema.completion import CompletionBody, ImageChunk, Prompt
 from serve_app.api.schema.sampling import SamplingFields
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import InvalidRequest
-from serve_app.explain import show
 
-_LEAST_TEMPERATURE = 1e-4  # below it, logits divided by it overflow float32; it is greedy in effect long before
 _UINT64 = 2**64
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyOptions:
-    """What the reply is to hold and how it is sent. `logprobs`: how many alternatives, None for none at all."""
-
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
-    logprobs: int | None
-    stop_strings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolRules:
-    """What the reply is checked against."""
-
-    choice: ToolChoice = "auto"
-    parallel: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A chat that its model can take. `sampling.max_tokens` is set by `generate_request`. `tools_characters`: of the
-    declarations as JSON.
-    """
-
-    conversation: Conversation
-    tools_characters: int
-    renderer: Renderer
-    tool_rules: ToolRules
-    separate_reasoning: bool
-    max_tokens: int | None
-    sampling: SamplingParams
-    options: ReplyOptions
-    prompt_cache_key: str
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A prompt that its model can take, as text or as token ids; `from_chunks`: it came as `prompt_chunks`."""
-
-    prompt: Prompt
-    from_chunks: bool
-    echo: bool
-    max_tokens: int | None
-    sampling: SamplingParams
-    options: ReplyOptions
-    prompt_cache_key: str
 
 
 def validate_chat(body: ChatBody, target: ResolvedModel, limits: LimitsConfig) -> ChatRequest:
@@ -79,7 +36,7 @@ def validate_chat(body: ChatBody, target: ResolvedModel, limits: LimitsConfig) -
         raise InvalidRequest(f"top_logprobs needs logprobs to be true, got {body.top_logprobs}.", "top_logprobs")
     target.renderer.check_effort(body.reasoning_effort)
     tools = _tools(body.tools or ())
-    messages = tuple(_message(message, index) for index, message in enumerate(body.messages))
+    messages = tuple(_message(message, index, target) for index, message in enumerate(body.messages))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return ChatRequest(
         conversation=Conversation(messages, tools, body.reasoning_effort),
@@ -102,13 +59,12 @@ def validate_completion(body: CompletionBody, target: ResolvedModel, limits: Lim
         raise InvalidRequest("echo needs prompt; it cannot repeat prompt_chunks, got true.", "echo")
     if body.max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens must be at least 1 (or 0 together with echo), got 0.", "max_tokens")
-    sampling = _sampling(body, target, logprobs=body.logprobs)
     return CompletionRequest(
         prompt=prompt,
         from_chunks=body.prompt_chunks is not None,
         echo=echo,
         max_tokens=body.max_tokens,
-        sampling=replace(sampling, prompt_logprobs=body.logprobs if echo else None),
+        sampling=_sampling(body, target, logprobs=body.logprobs, prompt_logprobs=body.logprobs if echo else None),
         options=_options(body, limits, logprobs=body.logprobs),
         prompt_cache_key=body.prompt_cache_key or "",
     )
@@ -123,47 +79,35 @@ def generate_request(
     request_id: str,
 ) -> GenerateRequest:
     """Fit prompt and reply into the context. Raises `InvalidRequest`."""
-    num_prompt, limit = len(prompt_token_ids), target.context_length
-    param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    if num_prompt > limit or (num_prompt == limit and request.max_tokens != 0):
-        raise InvalidRequest(
-            f"{param} must have fewer tokens than the model's context window of {limit}, got {num_prompt}.",
-            param,
-            "context_length_exceeded",
-        )
-    max_tokens = limit - num_prompt if request.max_tokens is None else request.max_tokens
-    if num_prompt + max_tokens > limit:
-        raise InvalidRequest(
-            "Prompt length plus max_tokens exceeds the model's context window: "
-            f"{num_prompt} + {show(max_tokens)} > {limit}",
-            "max_tokens",
-            "context_length_exceeded",
-        )
-    sampling = replace(request.sampling, max_tokens=max_tokens)
+    field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    max_tokens = check_context(field, len(prompt_token_ids), request.max_tokens, target.context_length)
+    sampling = request.sampling(max_tokens=max_tokens)
     return GenerateRequest(request_id, tuple(prompt_token_ids), sampling, target.adapter, caller.name)
 
 
-def _sampling(body: SamplingFields, target: ResolvedModel, *, logprobs: int | None) -> SamplingParams:
+def _sampling(
+    body: SamplingFields, target: ResolvedModel, *, logprobs: int | None, prompt_logprobs: int | None = None
+) -> Sampling:
     biases = body.logit_bias or {}
     for token_id in biases:
         _in_vocabulary("logit_bias", token_id, target)
     stop_ids = body.stop.token_ids if body.stop is not None else ()
     for token_id in stop_ids:
         _in_vocabulary("stop", token_id, target)
-    temperature = _or(body.temperature, 1.0)
-    return SamplingParams(
-        max_tokens=0,
+    return partial(
+        SamplingParams,
         seed=secrets.randbits(64) if body.seed is None else body.seed % _UINT64,
-        temperature=max(temperature, _LEAST_TEMPERATURE) if temperature else 0.0,
-        top_p=_or(body.top_p, 1.0),
+        temperature=_or_default("temperature", body.temperature),
+        top_p=_or_default("top_p", body.top_p),
         top_k=_top_k(body.top_k or 0, target.model.vocab_size),
-        min_p=_or(body.min_p, 0.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        min_p=_or_default("min_p", body.min_p),
+        presence_penalty=_or_default("presence_penalty", body.presence_penalty),
+        frequency_penalty=_or_default("frequency_penalty", body.frequency_penalty),
+        repetition_penalty=_or_default("repetition_penalty", body.repetition_penalty),
         logit_bias=tuple(biases.items()),
         stop_token_ids=target.end_token_ids.union(stop_ids),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -234,7 +178,7 @@ def _tool_rules(body: ChatBody, tools: Sequence[Tool], target: ResolvedModel) ->
     return rules
 
 
-def _message(body: MessageBody, index: int) -> Message:
+def _message(body: MessageBody, index: int, target: ResolvedModel) -> Message:
     at = f"messages[{index}]"
     role = Role.SYSTEM if body.role == "developer" else Role(body.role)
     only = {"reasoning_content": Role.ASSISTANT, "tool_calls": Role.ASSISTANT, "tool_call_id": Role.TOOL}
@@ -246,16 +190,19 @@ def _message(body: MessageBody, index: int) -> Message:
     if role is Role.TOOL and body.tool_call_id is None:
         raise InvalidRequest(f"{at}.tool_call_id is required for the role tool.", f"{at}.tool_call_id")
     calls = tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in body.tool_calls or ())
-    return Message(role, _parts(body, at), body.reasoning_content, calls, body.tool_call_id, body.name)
+    return Message(role, _parts(body, at, target), body.reasoning_content, calls, body.tool_call_id, body.name)
 
 
-def _parts(body: MessageBody, at: str) -> tuple[TextPart, ...] | None:
+def _parts(body: MessageBody, at: str, target: ResolvedModel) -> tuple[TextPart, ...] | None:
     if body.content is None:
         return None
-    for index, part in enumerate(body.content):
-        if isinstance(part, ImageContent):
-            raise InvalidRequest(f"{at}.content[{index}] is an image, and this model takes no images.", f"{at}.content")
-    return tuple(TextPart(part.text) for part in body.content if not isinstance(part, ImageContent))
+    return tuple(_text_part(part, f"{at}.content[{index}]", target) for index, part in enumerate(body.content))
+
+
+def _text_part(part: ContentPart, at: str, target: ResolvedModel) -> TextPart:
+    if isinstance(part, ImageContent):
+        raise _takes_no_images(target, at)
+    return TextPart(part.text)
 
 
 def _takes_no_images(target: ResolvedModel, at: str) -> InvalidRequest:
@@ -269,5 +216,5 @@ def _in_vocabulary(field: str, token_id: int, target: ResolvedModel) -> None:
         )
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _or_default(name: str, value: float | None) -> float:
+    return SAMPLING_DEFAULTS[name] if value is None else value

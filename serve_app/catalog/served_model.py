@@ -60,7 +60,7 @@ def load_model(config: ModelConfig) -> ServedModel:
         config=config,
         tokenizer=tokenizer,
         table=_token_table(config, tokenizer),
-        renderer=_build_renderer(config, tokenizer),
+        renderer=_build_renderer(config, tokenizer, max(context_length, *config.variants.values(), 0)),
         context_length=context_length,
         vocab_size=max(len(tokenizer), int(facts.get("vocab_size") or 0)),
         end_token_ids=_end_token_ids(tokenizer, config, source),
@@ -110,9 +110,10 @@ def _token_table(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> T
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be served: {exc}") from exc
 
 
-def _build_renderer(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> Renderer | None:
+def _build_renderer(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> Renderer | None:
+    """`max_tokens`: of the longest prompt that the renderer encodes as a whole."""
     try:
-        return registry.build(config.renderer, tokenizer, None)
+        return registry.build(config.renderer, tokenizer, None, max_tokens=max_tokens)
     except ValueError as exc:
         raise ConfigRefused(f"The model {config.id!r} cannot have the renderer {config.renderer!r}: {exc}") from exc
 

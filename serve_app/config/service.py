@@ -36,9 +36,10 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
           models: null                       # base ids that it may use, checkpoints on them included; null: all
           owner: alice                       # whose private checkpoints it may use; default none
           expires_at: 2031-01-01T00:00:00Z   # default never
-          limits: {concurrency: 64}          # any of the three of `limits.per_key`, for this key
+          limits: {concurrency: 64}          # any of those of `limits.per_key`, for this key
       limits:
         body_bytes: 8388608                  # larger request bodies are refused (413)
+        bytes_in_flight: 268435456           # of the requests of all keys in one ingress; more wait outside (503)
         body_timeout_s: 30                   # a body that takes longer is refused (400)
         messages: 4096                       # per request
         tools: 512                           # per request
@@ -49,8 +50,10 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
         total_timeout_s: 3600                # then 503, or an error event in a stream
         per_key:                             # null: no limit
           concurrency: 256                   # requests at the same time
+          bytes_in_flight: 67108864          # of the key's requests in one ingress (429)
           requests_per_minute: null
-          tokens_per_minute: null            # prompt and completion tokens
+          tokens_per_minute: null            # prompt and completion tokens: reserved when a request begins,
+                                             # settled when it ends
 """
 
 import hashlib
@@ -87,6 +90,7 @@ def _variant(value: str) -> str:
 Tokens = Annotated[int, Field(ge=1, le=2**31)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False, strict=False)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
+Bytes = Annotated[int, Field(ge=1, le=2**44)]
 NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
@@ -117,6 +121,7 @@ class KeyLimits(_Section):
     """What one key may use; None is no limit."""
 
     concurrency: Count | None = None
+    bytes_in_flight: Bytes | None = None
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
 
@@ -145,6 +150,7 @@ class LimitsConfig(_Section):
     """Bounds on what a caller can make the service do."""
 
     body_bytes: Count = 8 * 2**20
+    bytes_in_flight: Bytes = 256 * 2**20
     body_timeout_s: Seconds = 30.0
     messages: Count = 4096
     tools: Count = 512
@@ -153,7 +159,7 @@ class LimitsConfig(_Section):
     logit_bias_entries: Count = 1024
     first_token_timeout_s: Seconds = 120.0
     total_timeout_s: Seconds = 3600.0
-    per_key: KeyLimits = KeyLimits(concurrency=256)
+    per_key: KeyLimits = KeyLimits(concurrency=256, bytes_in_flight=64 * 2**20)
 
 
 class ServiceConfig(_Section):

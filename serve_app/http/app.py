@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
@@ -13,26 +13,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engines.errors import AdapterChanged, AdapterError, EngineStopped, QueueFull, RequestRefused
+from engines.errors import AdapterChanged, EngineStopped
 from serve_app.api.answer import Answer, Edge
-from serve_app.api.chat import open_chat
-from serve_app.api.completions import open_completion
+from serve_app.api.chat import prepare_chat
+from serve_app.api.completions import prepare_completion
 from serve_app.api.model_listing import describe, list_models
-from serve_app.api.ticket import JsonObject, Ticket
+from serve_app.api.opening import PARSE_US_PER_BYTE, Body, Prepare, open_request, parse_request
+from serve_app.api.schema.chat import ChatBody
+from serve_app.api.schema.completion import CompletionBody
+from serve_app.api.ticket import Ticket
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import (
     ClientTooSlow,
     InvalidRequest,
     MethodNotAllowed,
     ModelNotFound,
-    NoReplica,
     NotFound,
     NotReady,
     TotalTimeout,
 )
-from serve_app.http.body import read_json
+from serve_app.http.body import read_body
 from serve_app.http.disconnect import CancelOnDisconnect
-from serve_app.http.exchange import Exchange
+from serve_app.http.exchange import ClientLeft, Exchange
 from serve_app.http.middleware import layers
 from serve_app.http.openapi import DESCRIBE_US, describe_api
 from serve_app.http.service import Service
@@ -43,10 +45,7 @@ logger = logging.getLogger(__name__)
 
 PREFIXES = ("/v1", "/services/tinker-prod/oai/api/v1")
 
-_NOTHING_WAS_RUN = (RequestRefused, QueueFull, AdapterError, EngineStopped, NoReplica)
-
 Handler = Callable[[Exchange], Awaitable[None]]
-OpenAnswer = Callable[[Edge, Ticket, JsonObject], AbstractAsyncContextManager[Answer]]
 
 
 def build_http_app(service: Service) -> Starlette:
@@ -127,31 +126,46 @@ class Handlers:
         await exchange.send_json(200, await describe(self._service.settings.catalog, requested, exchange.caller))
 
     async def chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, open_chat)
+        await self._generate(exchange, ChatBody, prepare_chat)
 
     async def completions(self, exchange: Exchange) -> None:
-        await self._generate(exchange, open_completion)
+        await self._generate(exchange, CompletionBody, prepare_completion)
 
-    async def _generate(self, exchange: Exchange, open_answer: OpenAnswer) -> None:
-        service, settings = self._service, self._service.settings
+    async def _generate(self, exchange: Exchange, kind: type[Body], prepare: Prepare[Body]) -> None:
         edge = self._edge()
-        with service.limiter.admit(exchange.caller) as lease:
-            raw = await read_json(exchange, settings.limits, service.workers)
-            ticket = exchange.ticket = Ticket(exchange.caller, lease, exchange.record, exchange.body_bytes)
-            async with CancelOnDisconnect(exchange), _time_limit(exchange, settings.limits), AsyncExitStack() as stack:
-                try:
-                    answer = await stack.enter_async_context(_opened(open_answer, edge, ticket, raw))
-                except (AdapterChanged, EngineStopped):
-                    # The checkpoint was replaced just now, or the replica began to drain: nothing was run, and another
-                    # look finds the new content, another replica; by the configuration of now, since the one that the
-                    # request began with may be gone, its store of checkpoints closed.
-                    answer = await stack.enter_async_context(_opened(open_answer, self._edge(), ticket, raw))
-                exchange.record.first_token_s = exchange.elapsed_s()
-                try:
-                    await self._send(exchange, answer)
-                finally:
-                    exchange.record.count(answer.reply)
-                    lease.charge(answer.reply.usage.completion_tokens)
+        limits = edge.limits
+        with self._service.limiter.admit(exchange.caller, bytes_in_flight=limits.bytes_in_flight) as lease:
+            ticket = exchange.ticket = Ticket(exchange.caller, lease, exchange.record)
+            body = await self._parse(exchange, edge, ticket, kind)
+            with _charged(exchange, ticket):
+                async with CancelOnDisconnect(exchange), _time_limit(exchange, limits):
+                    await self._answer(exchange, edge, ticket, body, prepare)
+
+    async def _parse(self, exchange: Exchange, edge: Edge, ticket: Ticket, kind: type[Body]) -> Body:
+        """Only what is read of the body is left of it then."""
+        content = await read_body(exchange, edge.limits, ticket.lease.hold)
+        ticket.body_bytes = len(content)
+        cost_us = len(content) * PARSE_US_PER_BYTE
+        longest = edge.catalog.longest_context
+        parsed = await edge.workers.run(cost_us, parse_request, kind, content, edge.limits, longest)
+        ticket.ignored_fields = parsed.ignored_fields
+        return parsed.body
+
+    async def _answer(self, exchange: Exchange, edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[Body]) -> None:
+        async with AsyncExitStack() as stack:
+            try:
+                answer = await stack.enter_async_context(open_request(edge, ticket, body, prepare))
+            except (AdapterChanged, EngineStopped):
+                # The checkpoint was replaced just now, or the replica began to drain: nothing was run, and another look
+                # finds the new content, another replica; by the configuration of now, since the one that the request
+                # began with may be gone, its store of checkpoints closed.
+                ticket.refund()
+                answer = await stack.enter_async_context(open_request(self._edge(), ticket, body, prepare))
+            exchange.record.first_token_s = exchange.elapsed_s()
+            try:
+                await self._send(exchange, answer)
+            finally:
+                exchange.record.count(answer.reply)
 
     def _edge(self) -> Edge:
         service, settings = self._service, self._service.settings
@@ -189,16 +203,21 @@ async def _no_route(request: Request, exc: Exception) -> Response:
     raise NotFound(f"There is no path {path!r}.") from exc
 
 
-@asynccontextmanager
-async def _opened(open_answer: OpenAnswer, edge: Edge, ticket: Ticket, raw: JsonObject) -> AsyncIterator[Answer]:
-    """The same, and what is refused before anything was run costs no tokens."""
-    async with AsyncExitStack() as stack:
-        try:
-            answer = await stack.enter_async_context(open_answer(edge, ticket, raw))
-        except _NOTHING_WAS_RUN:
-            ticket.give_prompt_back()
-            raise
-        yield answer
+@contextmanager
+def _charged(exchange: Exchange, ticket: Ticket) -> Iterator[None]:
+    """Charge what was used at the end. Whoever got nothing, by our fault or since it was refused, used nothing; whoever
+    left before the first token made the engine read the prompt.
+    """
+    try:
+        yield
+    except ClientLeft:
+        raise
+    except Exception:
+        if exchange.record.first_token_s is None:
+            ticket.refund()
+        raise
+    finally:
+        ticket.settle()
 
 
 @asynccontextmanager

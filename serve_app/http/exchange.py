@@ -9,12 +9,13 @@ from urllib.parse import quote
 from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.access.auth import Caller
+from serve_app.api.ignored_fields import IgnoredFields
 from serve_app.api.record import RequestRecord
-from serve_app.api.schema.sampling import MAX_IGNORED_FIELDS
 from serve_app.api.ticket import Ticket
 from serve_app.errors import HttpError
 
 _MAX_FIELD_CHARACTERS = 64
+_MAX_NAMES_BYTES = 2048  # of a header line; some servers and proxies take 8 KiB for all headers together
 
 
 class ClientLeft(Exception):
@@ -31,7 +32,6 @@ class Exchange:
     record: RequestRecord
     started_at: float
     authenticated: Caller | None = None
-    body_bytes: int = 0
     ticket: Ticket | None = None  # once it was admitted and its body was read
     response_started: bool = False
     response_ended: bool = False
@@ -90,7 +90,7 @@ class Exchange:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the status line and all headers; those of every response included."""
         common = {"x-request-id": self.record.request_id} | self.extra_headers
-        if self.ticket is not None and self.ticket.ignored_fields:
+        if self.ticket is not None and self.ticket.ignored_fields.names:
             common["x-ignored-fields"] = _names(self.ticket.ignored_fields)
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (common | dict(headers)).items()]
         self.response_started = True
@@ -99,7 +99,13 @@ class Exchange:
         await self.send(message)
 
 
-def _names(fields: tuple[str, ...]) -> str:
-    """Names that callers made up, safe in a header."""
-    shown = [quote(name[:_MAX_FIELD_CHARACTERS], safe="._-[]") for name in fields[:MAX_IGNORED_FIELDS]]
-    return ", ".join(shown)
+def _names(fields: IgnoredFields) -> str:
+    """Names that callers made up, safe in a header and bounded: the first ones, and how many more there are."""
+    shown: list[str] = []
+    for name in fields.names:
+        spelled = quote(name[:_MAX_FIELD_CHARACTERS], safe="._-[]")
+        if sum(map(len, shown)) + 2 * len(shown) + len(spelled) > _MAX_NAMES_BYTES:
+            break
+        shown.append(spelled)
+    more = fields.more + len(fields.names) - len(shown)
+    return ", ".join(shown) + (f", and {more} more" if more else "")

@@ -1,35 +1,28 @@
 """The body of POST /chat/completions."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, PrivateAttr, model_validator
-from pydantic_core import from_json
 
 from renderers.messages import Effort
+from serve_app.api.ignored_fields import Known, known
 from serve_app.api.schema.completion import image_url
 from serve_app.api.schema.input_types import EFFORT_MAX, ArgumentsInput, ContentInput, EffortInput, ToolChoiceInput
-from serve_app.api.schema.sampling import MAX_LOGPROBS, SamplingFields, Section, first_distinct, unknown_names
+from serve_app.api.schema.sampling import MAX_LOGPROBS, SamplingFields, Section
 from serve_app.explain import Complaint
-
-_MAY_OVERFLOW = re.compile(r"[eE]\+?0*[0-9]{3}|[0-9]{300}")
 
 
 @dataclass(frozen=True, slots=True)
 class TextContent:
-    """`unknown`: the names of the part's other fields."""
-
     text: str
-    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ImageContent:
     url: str
-    unknown: tuple[str, ...] = ()
 
 
 ContentPart = TextContent | ImageContent
@@ -53,24 +46,17 @@ def _part(part: object, suffix: str) -> ContentPart:
         text = part.get("text")
         if not isinstance(text, str):
             raise Complaint("must be a string", text, f"{suffix}.text")
-        return TextContent(text, unknown_names(part, "type", "text"))
+        return TextContent(text)
     if kind == "image_url":
-        return ImageContent(image_url(part, suffix), unknown_names(part, "type", "image_url"))
+        return ImageContent(image_url(part, suffix))
     raise Complaint('must be "text" or "image_url"', kind, f"{suffix}.type")
 
 
 def _arguments(value: object) -> str:
+    """Whether it is the text of a JSON object is found out where it is parsed, once: by the renderer."""
     if not isinstance(value, str):
         raise Complaint("must be a string that holds a JSON object", value)
-    try:
-        parsed = from_json(value, allow_inf_nan=False)
-        if _MAY_OVERFLOW.search(value):
-            json.dumps(parsed, allow_nan=False)  # 1e999 is read as infinity
-    except ValueError as exc:
-        raise Complaint(f"must hold a JSON object ({exc})", value) from exc
-    if not isinstance(parsed, dict):
-        raise Complaint("must hold a JSON object", value)
-    return value
+    return value or "{}"  # several clients send it for a call without arguments
 
 
 def _effort(value: object) -> Effort | None:
@@ -128,15 +114,6 @@ class MessageBody(Section):
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
-    def ignored_fields(self) -> Iterator[str]:
-        """Of the message and of what is in it."""
-        yield from self.unknown_fields()
-        for part in self.content or ():
-            yield from (f"content[].{name}" for name in part.unknown)
-        for call in self.tool_calls or ():
-            yield from (f"tool_calls[].{name}" for name in call.unknown_fields())
-            yield from (f"tool_calls[].function.{name}" for name in call.function.unknown_fields())
-
 
 class FunctionBody(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
@@ -190,6 +167,9 @@ class ChatBody(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    def ignored_fields(self, raw: Mapping[str, object]) -> tuple[str, ...]:
-        inner = (f"messages[].{name}" for message in self.messages for name in message.ignored_fields())
-        return (*SamplingFields.ignored_fields(self, raw), *first_distinct(inner))
+    @classmethod
+    def names(cls) -> Known:
+        call = known(ToolCallBody.model_fields, function=known(FunctionCall.model_fields))
+        part = dict.fromkeys(("type", "text", "image_url"))
+        message = known(MessageBody.model_fields, content=part, tool_calls=call)
+        return {**super().names(), "messages": message}

@@ -1,22 +1,21 @@
 """The body of POST /completions."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
+from serve_app.api.ignored_fields import Known
 from serve_app.api.schema.input_types import PromptChunksInput, PromptInput
-from serve_app.api.schema.sampling import MAX_LOGPROBS, SamplingFields, first_distinct, token_ids, unknown_names
+from serve_app.api.schema.sampling import MAX_LOGPROBS, SamplingFields, token_ids
 from serve_app.explain import Complaint
 
 
 @dataclass(frozen=True, slots=True)
 class TokensChunk:
-    """Prompt tokens as they are. `unknown`: the names of the chunk's other fields."""
+    """Prompt tokens as they are."""
 
     token_ids: tuple[int, ...]
-    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,6 @@ class ImageChunk:
     """An image, as the URL that the caller gave."""
 
     url: str
-    unknown: tuple[str, ...] = ()
 
 
 Prompt = str | tuple[int, ...]
@@ -79,9 +77,9 @@ def _prompt_chunk(chunk: object, index: int) -> PromptChunk:
         tokens = chunk.get("tokens")
         if not isinstance(tokens, list):
             raise Complaint("must be a list of token ids", tokens, f"[{index}].tokens")
-        return TokensChunk(token_ids(tokens, f"[{index}].tokens"), unknown_names(chunk, "type", "tokens"))
+        return TokensChunk(token_ids(tokens, f"[{index}].tokens"))
     if kind == "image_url":
-        return ImageChunk(image_url(chunk, f"[{index}]"), unknown_names(chunk, "type", "image_url"))
+        return ImageChunk(image_url(chunk, f"[{index}]"))
     raise Complaint('must be "tokens" or "image_url"', kind, f"[{index}].type")
 
 
@@ -105,6 +103,7 @@ class CompletionBody(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
-    def ignored_fields(self, raw: Mapping[str, object]) -> tuple[str, ...]:
-        inner = (f"prompt_chunks[].{name}" for chunk in self.prompt_chunks or () for name in chunk.unknown)
-        return (*SamplingFields.ignored_fields(self, raw), *first_distinct(inner))
+    @classmethod
+    def names(cls) -> Known:
+        chunk = dict.fromkeys(("type", "tokens", "image_url"))
+        return {**super().names(), "prompt_chunks": chunk}

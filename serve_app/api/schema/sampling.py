@@ -1,46 +1,26 @@
 """The request fields that both endpoints share."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
+from serve_app.api.ignored_fields import Known, known
 from serve_app.api.schema.input_types import BIAS_MAX, TOKEN_ID_MAX, LogitBiasInput, StopInput
 from serve_app.errors import InvalidRequest
 from serve_app.explain import Complaint, explain
 
 MAX_LOGPROBS = 20
-MAX_IGNORED_FIELDS = 32
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
 class Section(BaseModel):
-    """A part of a request body: strict types, unknown fields kept aside, null means unset."""
+    """A part of a request body: strict types, unknown fields dropped, null means unset."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-
-    def unknown_fields(self) -> list[str]:
-        """Names of the fields that this service does not know and that the caller set."""
-        return [name for name, value in (self.model_extra or {}).items() if value is not None]
-
-
-def unknown_names(part: Mapping[str, object], *known: str) -> tuple[str, ...]:
-    """Of an object that no model reads: the names of the fields that are set besides the known ones."""
-    return tuple(name for name, value in part.items() if value is not None and name not in known)
-
-
-def first_distinct(names: Iterable[str]) -> tuple[str, ...]:
-    """As many as are shown: a large body may hold very many names."""
-    found: dict[str, None] = {}
-    for name in names:
-        found[name] = None
-        if len(found) == MAX_IGNORED_FIELDS:
-            break
-    return tuple(found)
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +33,8 @@ class Stops:
 
 def parse_body(kind: type[_Body], raw: Mapping[str, object]) -> _Body:
     """Raises `InvalidRequest` with the first thing that is wrong."""
-    known = {name: raw[name] for name in kind.model_fields if name in raw}  # there may be very many of the others
     try:
-        return kind.model_validate(known)
+        return kind.model_validate(raw)
     except ValidationError as exc:
         path, sentence = explain(exc.errors(include_url=False)[0], "The request")
         raise InvalidRequest(sentence, path or None) from exc
@@ -131,9 +110,7 @@ class SamplingFields(Section):
     return_token_ids: bool | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
 
-    def ignored_fields(self, raw: Mapping[str, object]) -> tuple[str, ...]:
-        """Fields of the body that have no effect, by their paths; the first of many."""
-        unknown = (name for name, value in raw.items() if value is not None and name not in type(self).model_fields)
-        options = self.stream_options
-        inner = [] if options is None else [f"stream_options.{name}" for name in options.unknown_fields()]
-        return (*islice(unknown, MAX_IGNORED_FIELDS), *inner)
+    @classmethod
+    def names(cls) -> Known:
+        """Of the fields that are read, at every level."""
+        return known(cls.model_fields, stream_options=known(StreamOptions.model_fields))

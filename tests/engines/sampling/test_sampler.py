@@ -386,3 +386,8 @@ def test_prompt_tokens_are_scored_under_the_scaled_distribution() -> None:
 def _without_gradients() -> Iterator[None]:
     with torch.inference_mode():
         yield
+
+
+def test_the_smallest_temperature_is_greedy_and_its_log_probabilities_are_no_nan() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.999])
+    assert draws(logits, 50, temperature=1e-300).tolist() == [0, 50, 0, 0]

@@ -330,7 +330,7 @@ def test_arguments_that_are_no_json_object_are_refused_by_their_place(arguments,
     with pytest.raises(RenderError, match=problem) as error:
         qwen_templates["qwen3"].render(Conversation(messages))
     assert str(error.value).startswith("messages[1].tool_calls[1].function.arguments must be the text of a JSON object")
-    assert error.value.param == "messages"
+    assert error.value.param == "messages[1].tool_calls[1].function.arguments"
 
 
 def test_the_template_for_tools_is_used_when_there_are_tools():

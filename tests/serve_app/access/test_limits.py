@@ -65,7 +65,7 @@ def test_a_request_over_the_token_limit_is_let_finish_and_repaid() -> None:
     clock = Clock()
     limiter, who = Limiter(clock), caller(tokens_per_minute=600)
     with limiter.admit(who) as lease:
-        lease.charge(900)
+        lease.settle(900)
     error = refused(limiter, who)
     assert str(error) == "This key may use 600 tokens per minute; they are used up."
     assert error.retry_after_s == pytest.approx(30)

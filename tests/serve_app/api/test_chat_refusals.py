@@ -35,7 +35,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", 
         ),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]},
-            "messages[0].content[0] is an image, and this model takes no images.",
+            "messages[0].content[0] is an image, and the model 'tiny/Chat' takes no images.",
         ),
         ({"role": "tool", "content": "x"}, "messages[0].tool_call_id is required for the role tool."),
         (
@@ -48,7 +48,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", 
         ),
         (
             {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
-            "messages[0].tool_calls[0].function.arguments must hold a JSON object, got a string of 3 characters.",
+            "messages[0].tool_calls[0].function.arguments must be the text of a JSON object: it is an array.",
         ),
         (
             {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"a": 1}}}]},

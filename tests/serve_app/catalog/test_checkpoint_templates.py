@@ -144,5 +144,5 @@ def test_a_template_that_writes_more_than_the_context_is_told_so(edge: RunningEd
     error = refused.json()["error"]
     assert (refused.status_code, error["param"], error["code"]) == (400, "messages", "context_length_exceeded")
     assert error["message"].startswith(
-        f"messages must have fewer tokens than the model's context window of {CONTEXT}, got more than "
+        f"messages must have fewer tokens than the model's context window of {CONTEXT}, got at least "
     )

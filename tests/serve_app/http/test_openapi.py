@@ -13,13 +13,13 @@ from pydantic import BaseModel
 from starlette.routing import Route
 
 from serve_app.api.body_limits import check_sizes
+from serve_app.api.json_body import parse_object
 from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.completion import CompletionBody
 from serve_app.api.schema.sampling import parse_body
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import InvalidRequest
 from serve_app.http.app import PREFIXES, build_http_app
-from serve_app.http.body import parse_object
 from serve_app.http.openapi import describe_api
 from tests.support.harness import BASE, CHAT, RunningEdge, StoredCheckpoint
 

@@ -130,7 +130,18 @@ def test_names_of_ignored_fields_are_safe_in_a_header(edge: RunningEdge) -> None
     response = edge.complete(max_tokens=1, **odd, **many)
     names = response.headers["x-ignored-fields"].split(", ")
     assert names[:3] == ["a%0D%0Aset-cookie%3A%20x", "%C3%A4", "z" * 64]
-    assert len(names) == 32
+    assert names[32:] == ["and 72 more"]
+
+
+def test_the_names_of_ignored_fields_are_bounded_in_bytes_too(edge: RunningEdge) -> None:
+    names = {f"{index:02}" + "\U0001f642" * 100: 1 for index in range(40)}
+    for stream in (False, True):
+        header = edge.complete(max_tokens=1, stream=stream, **names).headers["x-ignored-fields"]
+        assert header.isascii()
+        assert len(header) <= 2048 + len(", and 40 more")
+        shown = header.split(", ")
+        assert shown[0] == "00" + "%F0%9F%99%82" * 62
+        assert shown[-1] == f"and {40 - (len(shown) - 1)} more"
 
 
 def test_the_accept_header_is_not_negotiated(edge: RunningEdge) -> None:

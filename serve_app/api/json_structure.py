@@ -1,0 +1,111 @@
+"""Where the values of a JSON text lie, found without making them: positions of brackets, commas and colons, with their
+depth.
+
+It takes a few numpy passes over pieces of the text, so it is linear, needs at most ten bytes for each of those
+characters, and lets other threads run. It judges nothing: what is no JSON has some structure too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+_PIECE_BYTES = 1 << 20
+_QUOTE, _BACKSLASH, COMMA, COLON = b'"\\,:'
+_LIST, _OBJECT = b"[{"
+
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_STRUCTURAL = np.zeros(256, np.bool_)
+_STRUCTURAL[list(b"[]{},:")] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """By structural character: its position in the text, what it is, and how many containers are open after it."""
+
+    positions: npt.NDArray[np.int32]
+    kinds: npt.NDArray[np.uint8]
+    depths: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, text: bytes, *, piece_bytes: int = _PIECE_BYTES) -> "Structure":
+        raw = np.frombuffer(text, np.uint8)
+        scanner = _Strings()
+        found = [
+            np.flatnonzero(_STRUCTURAL[piece] & scanner.is_outside(piece)).astype(np.int32) + np.int32(start)
+            for start in range(0, len(raw), piece_bytes)
+            for piece in [raw[start : start + piece_bytes]]
+        ]
+        positions = np.concatenate(found) if found else np.zeros(0, np.int32)
+        kinds = raw[positions]
+        return cls(positions, kinds, np.cumsum(_STEPS[kinds], dtype=np.int32))
+
+    @property
+    def deepest(self) -> int:
+        return int(self.depths.max(initial=0))
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether every bracket is closed, none too early. Which kind closes which is not looked at."""
+        return len(self.depths) > 0 and int(self.depths[-1]) == 0 and int(self.depths.min()) == 0
+
+    def is_opening(self, index: int) -> bool:
+        return int(self.kinds[index]) in (_LIST, _OBJECT)
+
+    def separators(self, opening: int, closing: int) -> npt.NDArray[np.int64]:
+        """The indexes of the commas between the items of the container that these two enclose."""
+        inside = slice(opening + 1, closing)
+        own = (self.depths[inside] == self.depths[opening]) & (self.kinds[inside] == COMMA)
+        return np.flatnonzero(own) + (opening + 1)
+
+    def items(self, opening: int, closing: int) -> Iterator[tuple[int, int]]:
+        """For each item the indexes of the structural characters before and after it."""
+        return pairwise((opening, *self.separators(opening, closing).tolist(), closing))
+
+    def num_commas(self, before: int, after: int) -> int:
+        return int(np.count_nonzero(self.kinds[before + 1 : after] == COMMA))
+
+    def num_values(self, before: int, after: int) -> int:
+        """How many values there are between two separators, those within others included."""
+        kinds = self.kinds[before + 1 : after]
+        return 1 + self.num_commas(before, after) + int(np.count_nonzero((kinds == _LIST) | (kinds == _OBJECT)))
+
+
+class _Strings:
+    """Tells what lies outside of strings, piece by piece."""
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        self._is_escaped = False  # the first character of the next piece
+
+    def is_outside(self, piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        quotes = piece == _QUOTE
+        self._drop_escaped(piece, quotes)
+        inside = np.logical_xor.accumulate(quotes) ^ self._is_inside
+        self._is_inside = bool(inside[-1])
+        return ~inside
+
+    def _drop_escaped(self, piece: npt.NDArray[np.uint8], quotes: npt.NDArray[np.bool_]) -> None:
+        was_escaped, self._is_escaped = self._is_escaped, False
+        if was_escaped:
+            quotes[0] = False
+        backslashes = np.flatnonzero(piece == _BACKSLASH)
+        if not len(backslashes):
+            return
+        if was_escaped and backslashes[0] == 0:
+            backslashes = backslashes[1:]  # it is escaped itself
+            if not len(backslashes):
+                return
+        # In a run of backslashes every second one is escaped by the one before it.
+        begins_run = np.ones(len(backslashes), np.bool_)
+        begins_run[1:] = np.diff(backslashes) > 1
+        places = np.arange(len(backslashes))
+        in_run = places - np.maximum.accumulate(np.where(begins_run, places, 0))
+        escaped = backslashes[in_run % 2 == 0] + 1
+        if escaped[-1] == len(piece):
+            self._is_escaped = True
+            escaped = escaped[:-1]
+        quotes[escaped] = False

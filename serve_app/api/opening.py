@@ -1,0 +1,83 @@
+"""READ THIS FIRST: a request from its parsed body to the answer under way, in one function.
+
+What is special to chats and to completions is in `chat.py` and `completions.py`: each makes one `Prepared`.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from engines.protocol import GenerateRequest, TokenDelta
+from serve_app.api.answer import Answer, Edge, affinity_of
+from serve_app.api.body_limits import check_sizes
+from serve_app.api.chunks import Chunks
+from serve_app.api.ignored_fields import IgnoredFields, ignored_fields
+from serve_app.api.json_body import parse_object
+from serve_app.api.reply import Reply, ReplyPart
+from serve_app.api.schema.sampling import SamplingFields, parse_body
+from serve_app.api.ticket import Ticket
+from serve_app.api.tool_check import ToolCheck
+from serve_app.catalog.catalog import ResolvedModel
+from serve_app.config.service import LimitsConfig
+from serve_app.replicas.generation import open_generation
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What goes to the engine, and what becomes of its tokens. `asked_tokens`: `max_tokens` if the caller set it.
+    `preface` makes a part to begin with.
+    """
+
+    generate: GenerateRequest
+    asked_tokens: int | None
+    prompt_cache_key: str
+    reply: Reply
+    chunks: Chunks
+    tool_check: ToolCheck
+    preface: Callable[[TokenDelta], ReplyPart] | None = None
+
+
+PARSE_US_PER_BYTE = 1 / 8
+Body = TypeVar("Body", bound=SamplingFields)
+Prepare = Callable[[Edge, Ticket, Body, ResolvedModel], Awaitable[Prepared]]
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody(Generic[Body]):
+    """A body as the endpoint reads it, and what it does not read of it."""
+
+    body: Body
+    ignored_fields: IgnoredFields
+
+
+def parse_request(kind: type[Body], content: bytes, limits: LimitsConfig, longest_context: int) -> ParsedBody[Body]:
+    """Raises `InvalidRequest`."""
+    names = kind.names()
+    raw = parse_object(content, names, longest_context=longest_context)
+    check_sizes(raw, limits, longest_context)
+    return ParsedBody(parse_body(kind, raw), ignored_fields(raw, names))
+
+
+@asynccontextmanager
+async def open_request(edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[Body]) -> AsyncIterator[Answer]:
+    """Raises a `RequestError`, `LimitReached`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before
+    it yields.
+    """
+    target = await edge.catalog.resolve(body.model, ticket.caller)
+    ticket.record.about(target, streamed=bool(body.stream))
+    prepared = await prepare(edge, ticket, body, target)
+    generate = prepared.generate
+    ticket.reserve(len(generate.prompt_token_ids), prepared.asked_tokens, generate.sampling.max_tokens)
+    affinity = affinity_of(prepared.prompt_cache_key, generate)
+    deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
+    async with open_generation(deltas, edge.limits.first_token_timeout_s) as generation:
+        yield Answer(
+            stream=bool(body.stream),
+            generation=generation,
+            reply=prepared.reply,
+            chunks=prepared.chunks,
+            tool_check=prepared.tool_check,
+            workers=edge.workers,
+            preface=prepared.preface,
+        )
