@@ -19,6 +19,7 @@ from hashlib import blake2b
 
 from engines.delivery import deliver
 from engines.errors import EngineError, EngineStopped, QueueFull, RequestRefused
+from engines.planning.places import whom_to_displace
 from engines.protocol import (
     Adapter,
     EngineStats,
@@ -143,12 +144,20 @@ class FakeEngine:
         self._check(request)
         state = self._state
         if len(state.running) >= self._config.max_running and len(state.waiting) >= self._config.max_waiting:
-            raise QueueFull(self._config.max_waiting)
+            self._make_room(request.tenant)
         state.waiting.append(_Generation(request, sink, self._tokens(request)))
         state.counters.requests += 1
         if not self._work.is_set():
             self._last_step_at = time.monotonic()
             self._work.set()
+
+    def _make_room(self, tenant: str) -> None:
+        full = QueueFull(self._config.max_waiting)
+        displaced = whom_to_displace([(g.request.tenant, g) for g in self._state.waiting], tenant)
+        if displaced is None:
+            raise full
+        self._state.waiting.remove(displaced)
+        deliver([(displaced.sink, Output(displaced.request.request_id, full))])
 
     def abort(self, request_id: str) -> None:
         state = self._state

@@ -159,7 +159,8 @@ class Engine(Protocol):
     def submit(self, request: GenerateRequest, sink: OutputSink) -> None:
         """Queue a request; its outputs reach `sink` until one has a `finish_reason` or is an error.
 
-        Raises `RequestRefused`, `QueueFull` or `EngineStopped` at once, in which case nothing was queued.
+        Raises `RequestRefused`, `QueueFull` or `EngineStopped` at once, in which case nothing was queued. When the
+        queue is full, the last waiting request of a tenant with more of them may be ended with `QueueFull` instead.
         """
 
     def abort(self, request_id: str) -> None:

@@ -22,6 +22,7 @@ from engines.lora.format.weights import read_adapter
 from engines.parallel.group import TensorGroup
 from engines.parallel.leader import LeadingModules, LeadingRunner
 from engines.planning.block_pool import BlockPool
+from engines.planning.places import whom_to_displace
 from engines.planning.prefill_pace import PrefillPace
 from engines.planning.scheduler import Scheduler
 from engines.planning.sequence import TokenSequence
@@ -89,7 +90,7 @@ class TorchEngine:
         if request.request_id in self._live:
             raise RequestRefused("request_id", f"request_id {request.request_id!r} is in use.")
         if len(self._live) >= self._config.max_running + self._config.max_waiting:
-            raise QueueFull(self._config.max_waiting)
+            self._make_room(request.tenant)
         sequence = TokenSequence.of(request, sink)
         if not parts.loop.post(lambda loop: loop.add(sequence)):
             raise EngineStopped("The engine has failed.")
@@ -101,6 +102,16 @@ class TorchEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(failed=True) if self._parts is None else self._parts.stats()
+
+    def _make_room(self, tenant: str) -> None:
+        """End the last request of a tenant that has more places than this one. Raises `QueueFull` if there is none."""
+        waiting = [(s.request.tenant, s) for s in self._live.values() if not s.delivered]
+        displaced = whom_to_displace(waiting, tenant)
+        full = QueueFull(self._config.max_waiting)
+        if displaced is None:
+            raise full
+        self.abort(displaced.request_id)
+        deliver([(displaced.sink, Output(displaced.request_id, full))])
 
     def _running_parts(self) -> "_Parts":
         if self._parts is None:

@@ -4,7 +4,8 @@ Continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal
 every running sequence decodes in every step, and prompt tokens are computed beside it within a token budget, so that a
 long prompt never stalls the others. Preemption is by recompute, as in vLLM: the youngest sequence gives its blocks back
 and is computed anew later; the oldest always progresses, so there is no deadlock as long as the pool holds one
-sequence of full length, which the engine checks when it starts.
+sequence of full length, which the engine checks when it starts. Where all places among the running are taken, a tenant
+that waits gets one of those of a tenant that has more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from engines.planning.block_pool import BlockPool
 from engines.planning.fair_queue import FairQueue
+from engines.planning.places import whom_to_displace
 from engines.planning.sequence import NO_SLOT, TokenSequence
 from engines.protocol import Adapter
 
@@ -112,6 +114,9 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """The next step. Empty when nothing can run now (idle, or adapters are still loading)."""
+        crowding = self._crowding()
+        if crowding is not None:
+            self._preempt(crowding)
         plan = StepPlan()
         for sequence in list(self.running):
             # Oldest first, and only the youngest are preempted, so a row that is in the plan stays there.
@@ -132,7 +137,7 @@ class Scheduler:
         admit, also in place of one that ends, a prompt to go on with, blocks to take from others.
         """
         running = [(place, chunk) for place, chunk in enumerate(drawn) if chunk.sequence.blocks]
-        if len(running) < len(self.running) or self._may_admit():
+        if len(running) < len(self.running) or self._may_admit() or self._crowding() is not None:
             return []
         ahead: list[tuple[int, Chunk]] = []
         for place, chunk in running:
@@ -145,6 +150,16 @@ class Scheduler:
                 return []
             ahead.append((place, Chunk(sequence, chunk.end, 1)))
         return ahead
+
+    def _crowding(self) -> TokenSequence | None:
+        """Who is to give up its place among the running: all are taken, and another tenant waits for its share."""
+        if len(self.running) < self._max_running or not len(self.queue):
+            return None
+        # Who lacks an adapter slot would not get the place, and whoever gave it up would take it again.
+        head = next((sequence for sequence in self._candidates([]) if sequence not in self._lack_slots), None)
+        if head is None:
+            return None
+        return whom_to_displace([(s.request.tenant, s) for s in self.running], head.request.tenant)
 
     def _may_admit(self) -> bool:
         """Whether `_admit_next` would come to somebody whom it has not tried since anything became free."""

@@ -1,43 +1,46 @@
-"""Engines in this process as `Replicas`: for tests, tools and benchmarks; a service runs them behind Ray."""
+"""Engines in this process as `Replicas`. A replica runs its own engine so where tokens go over Serve's streams; tests,
+tools and benchmarks run a whole service.
+"""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
 from engines.errors import EngineError
 from engines.protocol import Engine, GenerateRequest, Output, TokenDelta
-from serve_app.errors import NoReplica
-from serve_app.replicas.channel.frames import merge
+from serve_app.errors import ClientTooSlow, NoReplica
+from serve_app.replicas.unread import Unread
 
 
 class _Stream:
     """What came for one request and was not read yet."""
 
-    def __init__(self) -> None:
-        self._unread: deque[TokenDelta] = deque()
-        self._error: EngineError | None = None
+    def __init__(self, abort: Callable[[], None]) -> None:
+        """`abort` ends the generation, for a reader that does not read."""
+        self._abort = abort
+        self._unread = Unread()
+        self._error: EngineError | ClientTooSlow | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, event: TokenDelta | EngineError) -> None:
+        if self._error is not None:
+            return
         if isinstance(event, EngineError):
             self._error = event
         else:
-            self._unread.append(event)
+            self._error = self._unread.add(event)
+            if self._error is not None:
+                self._abort()
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def get(self) -> TokenDelta:
-        """All that came since the last call. Raises the error that ended the request."""
+        """All that came since the last call. Raises the error that ended the request, or `ClientTooSlow`."""
         while not self._unread:
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        if len(self._unread) == 1:
-            return self._unread.popleft()
-        delta = merge(self._unread)
-        self._unread.clear()
-        return delta
+        return self._unread.take()
 
 
 class LocalReplicas:
@@ -66,7 +69,7 @@ class LocalReplicas:
         engine = self._engines.get(deployment)
         if engine is None:
             raise NoReplica(f"There is no deployment {deployment!r}.")
-        stream = self._streams[request.request_id] = _Stream()
+        stream = self._streams[request.request_id] = _Stream(lambda: engine.abort(request.request_id))
         finished = False
         try:
             engine.submit(request, self)

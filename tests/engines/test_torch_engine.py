@@ -155,6 +155,30 @@ def test_a_full_queue_is_said_at_once_and_passes(engines: Engines) -> None:
     assert_unused(engine)
 
 
+def test_in_a_full_queue_another_tenant_gets_its_share_of_the_places(engines: Engines) -> None:
+    engine = engines("llama", max_running=1, max_waiting=3)
+
+    async def check() -> None:
+        sink = Collector()
+        crowd = [request(prompt_of(5), max_tokens=200, tenant="crowd") for _ in range(4)]
+        other = request(prompt_of(5), max_tokens=3, tenant="other")
+        for made in crowd:
+            sink.expect(made.request_id)
+            engine.engine.submit(made, sink)
+        sink.expect(other.request_id)
+        engine.engine.submit(other, sink)
+        displaced = sink.results[crowd[3].request_id]
+        assert isinstance(displaced.error, QueueFull)
+        with pytest.raises(QueueFull):
+            engine.engine.submit(request((1,), tenant="crowd"), sink)
+        await sink.until(lambda: sink.results[other.request_id].ended)
+        for made in crowd[:3]:
+            engine.engine.abort(made.request_id)
+
+    engine.run(check())
+    assert_unused(engine)
+
+
 def test_a_request_whose_forward_raises_fails_alone() -> None:
     config = engine_config(source=str(explosive_folder()), trust_remote_code=True, self_test=False)
     with DrivenEngine(config) as engine:

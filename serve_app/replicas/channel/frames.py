@@ -100,19 +100,6 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
     return await reader.readexactly(size)
 
 
-def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Consecutive deltas of one stream as one."""
-    if len(deltas) == 1:
-        return deltas[0]
-    return TokenDelta(
-        tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        deltas[-1].finish_reason,
-        deltas[0].cached_tokens,
-        deltas[0].prompt_logprobs,
-    )
-
-
 def _unpack(body: bytes) -> list:  # type: ignore[type-arg]  # whatever msgpack holds: the callers check it
     try:
         unpacked = msgpack.unpackb(body, max_ext_len=0)

@@ -17,13 +17,12 @@ import logging
 import secrets
 import socket
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from engines.protocol import TokenDelta
-from serve_app.errors import ClientTooSlow, ReplicaLost
+from serve_app.errors import ReplicaLost
 from serve_app.replicas.channel.frames import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
@@ -31,16 +30,15 @@ from serve_app.replicas.channel.frames import (
     FrameError,
     decode_events,
     encode_stream_ids,
-    merge,
     read_frame,
 )
+from serve_app.replicas.unread import Unread
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
 LAST_FRAME_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64  # connections that have not said hello yet
-MAX_UNREAD_WEIGHT = 200_000  # tokens and log-probabilities that one stream may hold for a client that reads slowly
 _BIG_FRAME_BYTES = 128 << 10  # decoding more than this takes milliseconds: off the event loop
 
 BROKEN = (asyncio.IncompleteReadError, ConnectionError, FrameError, TimeoutError, OSError)
@@ -63,8 +61,7 @@ class Stream:
         self._listener = listener
         self._connection: asyncio.StreamWriter | None = None
         self._accepted = False
-        self._unread: deque[TokenDelta] = deque()
-        self._unread_weight = 0
+        self._unread = Unread()
         self._finished = False
         self._error: Exception | None = None
         self._changed = asyncio.Event()
@@ -90,10 +87,7 @@ class Stream:
             if self._error is not None:
                 raise self._error
             await self._wait()
-        delta = merge(self._unread)
-        self._unread.clear()
-        self._unread_weight = 0
-        return delta
+        return self._unread.take()
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error, unless it has ended already. What came before can still be read."""
@@ -120,11 +114,10 @@ class Stream:
         self._connection = connection
         self._accepted = True
         if isinstance(event, TokenDelta):
-            self._unread.append(event)
-            self._unread_weight += _weight(event)
+            too_slow = self._unread.add(event)
             self._finished = event.finish_reason is not None
-            if self._unread_weight > MAX_UNREAD_WEIGHT and not self._finished:
-                self.fail(ClientTooSlow(f"The client reads too slowly: {len(self._unread)} deltas wait to be read."))
+            if too_slow is not None:
+                self.fail(too_slow)
         elif event is not None:
             self.fail(event)
         self._changed.set()
@@ -258,7 +251,3 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
-
-
-def _weight(delta: TokenDelta) -> int:
-    return len(delta.token_ids) + sum(1 + len(logprob.top) for logprob in delta.logprobs)

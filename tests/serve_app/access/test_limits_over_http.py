@@ -14,7 +14,7 @@ import pytest
 from engines.errors import AdapterUnavailable, EngineStopped, QueueFull, RequestRefused
 from engines.fake import FakeConfig
 from serve_app.api.record import Outcome
-from tests.support.harness import BASE, CONTEXT, KEY, RunningEdge, config_for, running_edge
+from tests.support.harness import BASE, CONTEXT, KEY, OTHER_KEY, RunningEdge, config_for, running_edge
 from tests.support.waiting import eventually
 from tests.support.wire import error, post_head
 
@@ -26,8 +26,9 @@ def limited(edge: RunningEdge) -> Iterator[Callable[..., None]]:
     """Gives the test's key these limits. What is used is kept by the key's name, so each test has one of its own."""
     name = uuid.uuid4().hex
 
-    def limit(*others: dict[str, Any], **limits: int) -> None:
-        edge.reconfigure(keys=[{**edge.config["keys"][0], "name": name, "limits": limits}, *others])
+    def limit(*others: dict[str, Any], service_limits: dict[str, Any] | None = None, **limits: int) -> None:
+        keys = [{**edge.config["keys"][0], "name": name, "limits": limits}, *others]
+        edge.reconfigure(keys=keys, limits=service_limits or {})
 
     yield limit
     edge.reconfigure()
@@ -144,6 +145,91 @@ def test_a_full_queue_of_the_model_is_429_and_those_in_it_are_served(model_folde
         assert (response.status_code, response.headers["retry-after"]) == (429, "2")
         assert response.json() == error("The model is overloaded; try again.", "rate_limit_error", code="overloaded")
     assert answers == [200, 200]
+
+
+def test_a_key_that_fills_the_queue_does_not_keep_another_out(model_folders):
+    engine = FakeConfig(vocab_size=512, context_length=CONTEXT, max_running=1, max_waiting=6)
+    config = config_for(model_folders)
+    config["keys"].append({"name": "crowd", "sha256": hashlib.sha256(b"rh-crowd").hexdigest()})
+    with running_edge(config, engine) as edge, ThreadPoolExecutor(16) as callers:
+        edge.script.says_and_hangs("ab", edge.engine)
+        crowd = [callers.submit(edge.complete, key="rh-crowd")]
+        eventually(lambda: edge.engine.stats().running == 1)
+        edge.script.says("ab")
+        for waiting in range(1, 7):
+            crowd.append(callers.submit(edge.complete, key="rh-crowd"))
+            eventually(lambda waiting=waiting: edge.engine.stats().waiting == waiting)
+        others = [callers.submit(edge.complete) for _ in range(3)]
+        eventually(lambda: sum(answer.done() for answer in crowd) == 3)
+        assert edge.complete(key="rh-crowd").status_code == 429
+        edge.run(resumed(edge))
+        statuses = [[answer.result(30).status_code for answer in answers] for answers in (crowd, others)]
+    assert statuses == [[200] * 4 + [429] * 3, [200] * 3]
+
+
+def test_256_requests_at_once_get_no_more_tokens_than_the_minute_has(edge, limited):
+    limited(tokens_per_minute=1000)
+    edge.run(paused(edge))  # nothing ends, so nothing that was reserved comes back
+    with ThreadPoolExecutor(64) as callers:
+        answers = [callers.submit(edge.complete, [5] * 5, max_tokens=95) for _ in range(256)]
+        eventually(lambda: sum(answer.done() for answer in answers) == 246)
+        edge.run(resumed(edge))
+        statuses = [answer.result(30).status_code for answer in answers]
+    assert statuses.count(200) == 10
+    assert statuses.count(429) == 246
+
+
+def test_a_request_that_got_no_token_in_time_is_not_charged(edge, limited):
+    limited(service_limits={"first_token_timeout_s": 0.05}, tokens_per_minute=100)
+    edge.run(paused(edge))
+    for _ in range(3):
+        assert edge.complete([5] * 50, max_tokens=40).json()["error"]["code"] == "timeout"
+    edge.run(resumed(edge))
+    limited(tokens_per_minute=100)
+    edge.script.says("a")
+    assert edge.complete([5] * 50, max_tokens=40).status_code == 200
+
+
+def test_the_bodies_of_a_key_hold_so_many_bytes_at_a_time(edge, limited):
+    limited(bytes_in_flight=10_000)
+    head = post_head("/v1/completions", "content-type: application/json", "content-length: 9000")
+    with edge.raw() as connection:
+        connection.sendall(head + b"{")
+        eventually(lambda: edge.service.limiter.num_bytes == 9000)
+        response = edge.complete("x" * 2000)
+        message = response.json()["error"]["message"]
+        assert response.status_code == 429
+        assert message.startswith("The requests of this key may hold 10000 bytes at a time; this one needs 2")
+        assert message.endswith(", the others hold 9000.")
+        assert edge.complete("x", max_tokens=1).status_code == 200
+    eventually(lambda: edge.service.limiter.num_bytes == 0)
+    assert edge.complete("x" * 2000, max_tokens=1).status_code == 200
+
+
+def test_all_keys_together_hold_so_many_bytes_and_the_next_is_told_to_come_again(edge):
+    edge.reconfigure(limits={"bytes_in_flight": 10_000})
+    head = post_head("/v1/completions", "content-type: application/json", "content-length: 9000")
+    try:
+        with edge.raw() as connection:
+            connection.sendall(head + b"{")
+            eventually(lambda: edge.service.limiter.num_bytes == 9000)
+            response = edge.complete("x" * 2000, key=OTHER_KEY)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        message = "The service holds as many bytes of requests as it may; try again."
+        assert response.json() == error(message, "server_error", code="overloaded")
+        eventually(lambda: edge.service.limiter.num_bytes == 0)
+        assert edge.complete("x" * 2000, key=OTHER_KEY, max_tokens=1).status_code == 200
+    finally:
+        edge.reconfigure()
+
+
+def test_a_body_without_a_length_counts_as_it_comes(edge, limited):
+    limited(bytes_in_flight=10_000)
+    head = post_head("/v1/completions", "content-type: application/json", "transfer-encoding: chunked")
+    with edge.raw() as connection:
+        connection.sendall(head + b"1f40\r\n" + b" " * 8000 + b"\r\n")
+        eventually(lambda: edge.service.limiter.num_bytes == 8000)
+        assert edge.complete("x" * 3000).status_code == 429
 
 
 async def resumed(edge: RunningEdge) -> None:

@@ -12,9 +12,10 @@ from engines.errors import EngineStopped, QueueFull
 from engines.fake import FakeConfig, FakeEngine
 from engines.protocol import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from serve_app.api.answer import affinity_of
-from serve_app.errors import FirstTokenTimeout, NoReplica, ReplicaLost
+from serve_app.errors import ClientTooSlow, FirstTokenTimeout, NoReplica, ReplicaLost
 from serve_app.replicas.generation import open_generation
 from serve_app.replicas.in_process import LocalReplicas
+from serve_app.replicas.unread import MAX_WEIGHT
 from serve_app.workers import Workers
 
 T = TypeVar("T")
@@ -209,3 +210,26 @@ def test_long_work_does_not_wait_for_large_work() -> None:
         workers.close()
 
     run(work())
+
+
+@pytest.mark.parametrize("logprobs", [None, 20])
+def test_a_reader_that_does_not_read_is_held_a_bounded_number_of_tokens(logprobs: int | None) -> None:
+    """Also behind Serve's own streams, where this runs in a replica."""
+    most = 4 * MAX_WEIGHT
+    sampling = SamplingParams(max_tokens=most, seed=0, logprobs=logprobs)
+
+    async def work() -> int:
+        engine, replicas = await started(context_length=2 * most, kv_capacity_tokens=2 * most)
+        async with aclosing(replicas.generate("app", GenerateRequest("r", (1, 2), sampling), affinity="")) as deltas:
+            await anext(deltas)
+            async with asyncio.timeout(120):
+                while engine.stats().running:  # noqa: ASYNC110 - a reader that does something else
+                    await asyncio.sleep(0)
+            held = await anext(deltas)
+            with pytest.raises(ClientTooSlow, match=r"^The client reads too slowly: \d+ deltas wait to be read\.$"):
+                await anext(deltas)
+        assert replicas.open_streams == 0
+        await engine.close()
+        return len(held.token_ids)
+
+    assert run(work()) == 1 + MAX_WEIGHT // (1 if logprobs is None else 2 + logprobs)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engines import errors
 from engines.protocol import FinishReason, TokenDelta, TokenLogprob
 from serve_app.replicas.channel import frames
+from serve_app.replicas.unread import merge
 
 token_ids = st.integers(0, 2**31 - 1)
 numbers = st.floats(allow_nan=False, max_value=0)
@@ -112,7 +113,7 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_read():
 
 @given(st.lists(deltas, min_size=1, max_size=5))
 def test_merged_deltas_hold_all_tokens_in_order(parts):
-    merged = frames.merge(parts)
+    merged = merge(parts)
     assert merged.token_ids == tuple(token for part in parts for token in part.token_ids)
     assert merged.logprobs == tuple(logprob for part in parts for logprob in part.logprobs)
     assert merged.finish_reason == parts[-1].finish_reason
