@@ -55,7 +55,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(SERVE_INSTALLED): | $(VENV)/bin/python
-	$(call install,gguf)
+	$(call install,demo)
 	@touch $@
 
 $(DEV_INSTALLED): | $(VENV)/bin/python
@@ -76,7 +76,7 @@ $(NODE_INSTALLED):
 print-python:
 	@echo $(PYTHON)
 
-setup: $(SERVE_INSTALLED) ## create .venv and install what the service needs
+setup: $(SERVE_INSTALLED) ## create .venv and install what the service and the snippets of the README need
 
 setup-dev: $(DEV_INSTALLED) ## the same, and what the tests need
 
@@ -87,7 +87,7 @@ serve: demo ## run the demo service on HOST:PORT; Ctrl-C ends it
 	@echo '==> Starting the service'
 	@exec $(VENV)/bin/python -m serve_app up --config config.yaml --host $(HOST) --port $(PORT)
 
-example: setup-dev demo ## train a checkpoint and sample it through the service that runs on HOST:PORT
+example: demo ## train a checkpoint and sample it through the service that runs on HOST:PORT
 	@$(VENV)/bin/python cluster/examples/train_checkpoint.py --url http://$(HOST):$(PORT)/v1 $(ARGS)
 
 # Tests share the machine's cores among many threads and processes: waiting threads must sleep, not spin.

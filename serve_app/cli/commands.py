@@ -5,7 +5,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,7 +14,9 @@ from pydantic import BaseModel, ValidationError
 from engines.errors import EngineError
 from renderers.base import RenderError
 from serve_app.access.auth import Keyring, hash_key, new_key
+from serve_app.cli.api_key import VARIABLE, read_api_key
 from serve_app.cli.client import Client, ServiceRefused
+from serve_app.cli.conversation import converse
 from serve_app.cli.launch import LaunchFailed, say, up
 from serve_app.config.deploy import DEMO_KEY, DeployConfig, load_deploy_config
 from serve_app.config.service import KeyConfig, KeyLimits, ServiceConfig
@@ -79,27 +80,16 @@ def _new_key(options: argparse.Namespace) -> None:
 
 
 def _models(options: argparse.Namespace) -> None:
-    for model_id in Client(options.url, options.key).models():
+    for model_id in _client(options).models():
         say(model_id)
 
 
 def _chat(options: argparse.Namespace) -> None:
-    """A conversation line by line; the end of the input ends it."""
-    client = Client(options.url, options.key)
-    messages: list[dict[str, str]] = []
-    if options.system:
-        messages.append({"role": "system", "content": options.system})
-    with suppress(EOFError):
-        while True:
-            messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
-            reply = ""
-            for delta in client.chat(options.model, messages, temperature=options.temperature):
-                shown = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
-                reply += delta.get("content") or ""
-                sys.stdout.write(shown)
-                sys.stdout.flush()
-            say("")
-            messages.append({"role": "assistant", "content": reply})
+    converse(_client(options), options.model, system=options.system, temperature=options.temperature)
+
+
+def _client(options: argparse.Namespace) -> Client:
+    return Client(options.url, read_api_key(options.key, options.key_file))
 
 
 def _render(options: argparse.Namespace) -> None:
@@ -137,7 +127,7 @@ def _check_checkpoint(options: argparse.Namespace) -> None:
 
 def _warm_checkpoint(options: argparse.Namespace) -> None:
     """By asking for one token: whoever comes next finds it loaded."""
-    Client(options.url, options.key).complete(options.path, "\n", max_tokens=1)
+    _client(options).complete(options.path, "\n", max_tokens=1)
     say(f"{options.path} is loaded.")
 
 
@@ -255,4 +245,6 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 
 def _add_client(command: argparse.ArgumentParser) -> None:
     command.add_argument("--url", default=_URL, help=f"default: {_URL}")
-    command.add_argument("--key", default=DEMO_KEY, help=f"an API key; default: {DEMO_KEY}")
+    whose = command.add_mutually_exclusive_group()
+    whose.add_argument("--key-file", type=Path, metavar="FILE", help=f"holds the API key; default: ${VARIABLE}")
+    whose.add_argument("--key", help=f"the API key, for all to see in `ps`; without any: {DEMO_KEY}")

@@ -49,7 +49,7 @@ def installs(extra: str, torch: str = "torch==2.13.0") -> list[str]:
 
 
 def test_the_first_run_installs_torch_and_then_the_package_and_the_second_nothing(checkout: Checkout) -> None:
-    assert checkout.make("setup") == (0, installs("gguf"))
+    assert checkout.make("setup") == (0, installs("demo"))
     assert checkout.make("setup") == (0, [])
 
 
@@ -58,7 +58,7 @@ def test_a_change_of_what_is_to_be_installed_installs_again(checkout: Checkout, 
     checkout.make("setup")
     with (checkout.folder / name).open("a") as file:
         file.write("\n# changed\n")
-    assert checkout.make("setup") == (0, installs("gguf"))
+    assert checkout.make("setup") == (0, installs("demo"))
 
 
 def test_what_the_tests_need_is_installed_beside_what_the_service_needs(checkout: Checkout) -> None:
@@ -88,14 +88,14 @@ def test_two_checkouts_that_share_an_environment_take_it_over_from_each_other(tm
 
 def test_an_installation_that_failed_is_tried_again(checkout: Checkout) -> None:
     (checkout.bin / "fails").touch()
-    assert checkout.make("setup") == (2, installs("gguf")[:1])
+    assert checkout.make("setup") == (2, installs("demo")[:1])
     (checkout.bin / "fails").unlink()
-    assert checkout.make("setup") == (0, installs("gguf"))
+    assert checkout.make("setup") == (0, installs("demo"))
 
 
 def test_another_torch_can_be_named_and_the_pins_do_not_contradict_it(checkout: Checkout) -> None:
     other = "torch==2.14.1 --index-url file:///builds"
-    assert checkout.make("setup", f"TORCH={other}") == (0, installs("gguf", other))
+    assert checkout.make("setup", f"TORCH={other}") == (0, installs("demo", other))
     pins = (checkout.folder / ".venv" / "constraints.txt").read_text().splitlines()
     assert {*pins} == {*(ROOT / "constraints.txt").read_text().splitlines()} - {"torch==2.13.0"}
 
@@ -119,7 +119,7 @@ def test_a_make_that_runs_the_tests_does_not_hand_on_its_variables(
 ) -> None:
     monkeypatch.setenv("MAKEFLAGS", " -- VENV=elsewhere")
     monkeypatch.setenv("VENV", "elsewhere")
-    assert checkout.make("setup") == (0, installs("gguf"))
+    assert checkout.make("setup") == (0, installs("demo"))
 
 
 def test_without_a_new_enough_python_it_says_so(checkout: Checkout) -> None:

@@ -4,6 +4,7 @@ Nothing of it is left when the session ends. HAProxy mode is `test_up.py`'s.
 """
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ import pytest
 # Before Ray is imported: it reads these as it is.
 os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
-    RAY_AUTH_MODE="disabled",
+    RAY_AUTH_MODE="token",  # as Ray has it; a token of these tests, not one that Ray writes into the home folder
+    RAY_AUTH_TOKEN=secrets.token_hex(32),
     RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S="1",
     RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60",  # as in config.yaml
     RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",

@@ -6,9 +6,7 @@ address that the blocks name is replaced by the one that a test listens on.
 
 import os
 import re
-import shlex
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,14 +45,16 @@ def environment() -> dict[str, str]:
     }
 
 
-def run(block: Block, address: str) -> str:
-    """Run a python or bash block against the service at `address` (host:port) and return what it printed.
+def run(block: Block, address: str, checkout: Path) -> str:
+    """Run a python or bash block in a checkout, by the interpreter of its own set-up, against the service at `address`
+    (host:port) and return what it printed.
 
     Raises `subprocess.CalledProcessError` with its output when it fails.
     """
-    text = block.text.replace(ADDRESS, address).replace(".venv/bin/python", shlex.quote(sys.executable))
-    command = [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    text = block.text.replace(ADDRESS, address)
+    python = checkout / ".venv" / "bin" / "python"
+    command = [str(python), "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
+    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=240)
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
     return done.stdout

@@ -155,6 +155,55 @@ def test_a_wrong_key_is_told_by_the_services_own_words(edge: RunningEdge, capsys
     assert capsys.readouterr().err == "401: The API key is not valid.\n"
 
 
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_text(f"{KEY}\n")
+    return path
+
+
+def test_a_key_can_be_read_from_a_file(edge: RunningEdge, capsys, key_file):
+    assert main(["models", "--url", edge.url, "--key-file", str(key_file)]) == 0
+    assert CHAT in capsys.readouterr().out.splitlines()
+
+
+def test_a_key_can_be_read_from_the_environment(edge: RunningEdge, capsys, monkeypatch):
+    monkeypatch.setenv("ROUNDHOUSE_API_KEY", KEY)
+    assert main(["models", "--url", edge.url]) == 0
+    assert CHAT in capsys.readouterr().out.splitlines()
+
+
+def test_a_key_file_or_argument_goes_before_the_environment(edge: RunningEdge, monkeypatch, key_file):
+    monkeypatch.setenv("ROUNDHOUSE_API_KEY", "wrong")
+    assert main(["models", "--url", edge.url]) == 1
+    assert main(["models", "--url", edge.url, "--key-file", str(key_file)]) == 0
+    assert main(["models", "--url", edge.url, "--key", KEY]) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\n", "The key file {} is empty.\n"),
+        (b"one two\n", "The key file {} must be one key of printable ASCII characters without a space.\n"),
+        (b"one\ntwo\n", "The key file {} must be one key of printable ASCII characters without a space.\n"),
+        (b"\xff\n", "The key file {} is not UTF-8.\n"),
+        (None, "The key file {} cannot be read: No such file or directory.\n"),
+    ],
+)
+def test_a_key_file_without_one_key_is_refused(capsys, key_file, content, sentence):
+    key_file.unlink()
+    if content is not None:
+        key_file.write_bytes(content)
+    assert main(["models", "--key-file", str(key_file)]) == 2
+    assert capsys.readouterr().err == sentence.format(repr(str(key_file)))
+
+
+def test_an_empty_variable_is_not_taken_for_the_demo_key(capsys, monkeypatch):
+    monkeypatch.setenv("ROUNDHOUSE_API_KEY", "")
+    assert main(["models"]) == 2
+    assert capsys.readouterr().err == "The environment variable ROUNDHOUSE_API_KEY is empty.\n"
+
+
 def test_a_service_that_is_not_there_is_said(capsys):
     assert main(["models", "--url", "http://127.0.0.1:9/v1"]) == 1
     assert capsys.readouterr().err.startswith("http://127.0.0.1:9/v1 does not answer: ")
@@ -167,6 +216,23 @@ def test_one_can_talk_to_a_model(edge: RunningEdge, capsys, monkeypatch):
     assert capsys.readouterr().out == "It is sunny.\nIt is sunny.\n"
     first, second = (len(request.prompt_token_ids) for request in edge.script.requests)
     assert second > first  # the conversation goes on
+
+
+def test_thoughts_are_shown_apart_from_the_answer(edge: RunningEdge, capsys, monkeypatch):
+    edge.script.says("<think>\nA question about the weather.\n</think>\n\nIt is sunny.")
+    monkeypatch.setattr("sys.stdin", io.StringIO("How is the weather?\n"))
+    assert main(["chat", CHAT, "--url", edge.url, "--key", KEY]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "It is sunny.\n"
+    assert printed.err == "A question about the weather.\n\n"
+
+
+def test_a_reply_of_thoughts_alone_ends_its_line(edge: RunningEdge, capsys, monkeypatch):
+    edge.script.says("<think>\nA question about")
+    monkeypatch.setattr("sys.stdin", io.StringIO("How is the weather?\n"))
+    assert main(["chat", CHAT, "--url", edge.url, "--key", KEY]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("\n", "A question about\n")
 
 
 def test_a_reply_that_breaks_off_is_an_error(edge: RunningEdge):
