@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve_app.replicas.reports import REPLICA_REPORTS, ReplicaState
+from serve_app.replicas import reports  # the module: a value of it would be copied into the pickle
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
 
     def _publish(self) -> None:
         replicas = self.curr_replicas.values()
-        states = [ReplicaState(replica.replica_id.unique_id, *_reported(replica)) for replica in replicas]
-        REPLICA_REPORTS.put(self.app_name, tuple(states))
+        states = [reports.ReplicaState(replica.replica_id.unique_id, *_reported(replica)) for replica in replicas]
+        reports.REPLICA_REPORTS.put(self.app_name, tuple(states))
 
 
 def _reported(replica: RunningReplica) -> tuple[bool, Sequence[str]]:
