@@ -31,12 +31,18 @@ from engines.switching import switch_soon
 
 logger = logging.getLogger(__name__)
 
+Assemble = Callable[[EngineConfig], AssembledModel]
+
 
 class TorchEngine:
-    """Implements `engines.protocol.Engine`. Everything but the loop itself happens on the event loop of `start`."""
+    """Implements `engines.protocol.Engine`. Everything but the loop itself happens on the event loop of `start`.
 
-    def __init__(self, config: EngineConfig) -> None:
+    `assemble`: makes the model of this process; the others of a tensor-parallel group call `assemble_model`.
+    """
+
+    def __init__(self, config: EngineConfig, assemble: Assemble = assemble_model) -> None:
         self._config = config
+        self._assemble = assemble
         self._live: dict[str, TokenSequence] = {}
         self._parts: _Parts | None = None
         self._thread: Thread | None = None
@@ -58,7 +64,7 @@ class TorchEngine:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._end_all, error)
 
-        assembling = asyncio.ensure_future(asyncio.to_thread(_assemble, self._config, emit, on_end))
+        assembling = asyncio.ensure_future(asyncio.to_thread(_load, self._config, self._assemble, emit, on_end))
         try:
             parts = await asyncio.shield(assembling)
         except asyncio.CancelledError:
@@ -186,12 +192,12 @@ def _let_go(assembling: "asyncio.Future[_Parts]") -> None:
         Thread(target=assembling.result().close, name="engine-close").start()
 
 
-def _assemble(config: EngineConfig, emit: Emit, on_end: Callable[[EngineStopped], None]) -> _Parts:
+def _load(config: EngineConfig, assemble: Assemble, emit: Emit, on_end: Callable[[EngineStopped], None]) -> _Parts:
     """Load, verify and size everything. Takes as long as loading the model; runs on a thread of its own."""
     group = TensorGroup(config) if config.tensor_parallel > 1 else None
     try:
         with torch.inference_mode():
-            model = assemble_model(config)
+            model = assemble(config)
         return _put_together(config, model, group, emit, on_end)
     except BaseException:
         if group is not None:
@@ -214,7 +220,7 @@ def _put_together(
     pool = BlockPool(model.num_blocks, config.block_size)
     loops: list[EngineLoop] = []
     adapters: AdapterCache[Any] = AdapterCache(
-        load=lambda adapter: _read(adapter, model.runner.targets, modules, config),
+        load=lambda adapter: _read(adapter, model.targets, modules, config),
         modules=modules,
         max_slots=config.max_adapters,
         byte_budget=config.adapter_bytes,
@@ -228,12 +234,12 @@ def _put_together(
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
         max_step_tokens_decoding=config.max_step_tokens_decoding,
-        prefix_cache=config.prefix_cache and not model.runner.has_states,
+        prefix_cache=config.prefix_cache and not model.has_states,
     )
     pace = PrefillPace(config.max_step_tokens_decoding, config.prefill_ratio)
     loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end, pace))
     capacity = (model.num_blocks - 1) * config.block_size
-    facts = ModelFacts(model.loaded.vocab_size, model.context_length, capacity)
+    facts = ModelFacts(model.vocab_size, model.context_length, capacity)
     return _Parts(loops[0], adapters, pool, facts, model.threads, group)
 
 

@@ -1,16 +1,22 @@
 """A model loaded, verified and sized, ready to compute: the same steps on every process of a tensor-parallel group."""
 
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from engines.compute import self_test
+from engines.compute.candidates import candidate_paths
+from engines.compute.paged_model import PagedModel
+from engines.compute.path import ComputePath
 from engines.compute.runner import ModelRunner
 from engines.config import EngineConfig
 from engines.cores import available_cores
 from engines.errors import ModelRefused
+from engines.lora.format.targets import LoraTargets
 from engines.lora.shards import Shards
 from engines.model.loader import LoadedModel, load_model
 from engines.tensors.kv_cache import blocks_for, free_memory
@@ -20,16 +26,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AssembledModel:
-    """`num_blocks`: of the KV cache, the trash block included. `threads`: for torch, on the thread that computes."""
+    """`targets`: what adapters may change. `has_states`: as of `PagedModel`. `num_blocks`: of the KV cache, the trash
+    block included. `threads`: for torch, on the thread that computes.
+    """
 
-    loaded: LoadedModel
     runner: ModelRunner
+    targets: LoraTargets
+    has_states: bool
+    vocab_size: int
     context_length: int
     num_blocks: int
     threads: int
 
 
-def assemble_model(config: EngineConfig) -> AssembledModel:
+class Candidates(Protocol):
+    def __call__(self, model: PagedModel, config: EngineConfig, *, threads: int) -> Iterator[ComputePath]:
+        """As `candidates.candidate_paths`."""
+
+
+def assemble_model(config: EngineConfig, candidates: Candidates = candidate_paths) -> AssembledModel:
     """Takes as long as loading the model. Under `torch.inference_mode`. Raises `ModelRefused`."""
     cores = config.threads or max(1, available_cores() // config.tensor_parallel)
     threads = 1 if config.exact else cores  # of torch, which cuts sums between threads
@@ -40,46 +55,76 @@ def assemble_model(config: EngineConfig) -> AssembledModel:
     if config.tensor_parallel > 1:
         shards = Shards.of(loaded.model, dist.get_rank(), config.tensor_parallel)
     test = self_test.prepare(loaded, context_length) if config.self_test else None
-    runner = ModelRunner(loaded, config, threads=cores, shards=shards)
-    if test is not None:
-        _check_model(test, runner, loaded, config)
-    budget = _kv_budget(config, loaded, runner)
-    if shards is not None:  # before anything that one process alone could refuse
-        smallest = torch.tensor([budget], device=loaded.device)
+    model = PagedModel.of(loaded, config, shards)
+    runner, num_blocks = _first_that_works(candidates(model, config, threads=cores), model, config, test)
+    if loaded.device.type == "cuda":
+        torch.cuda.synchronize(loaded.device)  # another thread computes from here on
+    return AssembledModel(
+        runner, model.targets, model.has_states, loaded.vocab_size, context_length, num_blocks, threads
+    )
+
+
+def _first_that_works(
+    paths: Iterable[ComputePath], model: PagedModel, config: EngineConfig, test: self_test.SelfTest | None
+) -> tuple[ModelRunner, int]:
+    """A runner with its KV cache, and how many blocks that has. Raises what the last path raised."""
+    failure: Exception | None = None
+    num_blocks: int | None = None
+    for path in paths:
+        if failure is not None:
+            _log_given_up(failure, model, config)
+            failure = None  # its traceback holds the path's memory
+        runner = ModelRunner(path, config, model.loaded.device)
+        try:
+            if test is not None:
+                _check(test, runner, model, config)
+        except Exception as exc:  # whatever a compiler or a driver raises
+            failure = exc
+            continue
+        if num_blocks is None:  # once: what a path leaves, torch keeps for the next one and does not count as free
+            num_blocks = _num_blocks(model, config)
+        runner.allocate(num_blocks)
+        try:
+            runner.warm_up()
+        except Exception as exc:
+            failure = exc
+            continue
+        return runner, num_blocks
+    assert failure is not None, "there is always a path"
+    raise failure
+
+
+def _check(test: self_test.SelfTest, runner: ModelRunner, model: PagedModel, config: EngineConfig) -> None:
+    """Raises `ModelRefused` for a model that would not be served exactly."""
+    self_test.check(test, runner, model.loaded, config)
+    if config.exact:
+        self_test.check_exact(test, runner, model.loaded, config)
+
+
+def _log_given_up(failure: Exception, model: PagedModel, config: EngineConfig) -> None:
+    logger.warning(
+        "what computes %s on %s is given up: %s", config.source, model.loaded.device, failure, exc_info=failure
+    )
+
+
+def _num_blocks(model: PagedModel, config: EngineConfig) -> int:
+    """As many as there is room for now. Raises `ModelRefused` when that is too little."""
+    if config.kv_cache_bytes is not None:
+        budget = config.kv_cache_bytes
+    else:
+        free = int(free_memory(model.loaded.device) * config.memory_fraction)
+        budget = max(0, free - config.max_running * model.state_bytes)
+    if model.shards is not None:  # before anything that one process alone could refuse
+        smallest = torch.tensor([budget], device=model.loaded.device)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         budget = int(smallest)
-    num_blocks = blocks_for(
-        runner.shapes,
+    return blocks_for(
+        model.shapes,
         config.block_size,
         budget_bytes=budget,
-        context_length=context_length,
+        context_length=model.context_length,
         max_running=config.max_running,
     )
-    runner.allocate(num_blocks)
-    runner.warm_up()
-    return AssembledModel(loaded, runner, context_length, num_blocks, threads)
-
-
-def _check_model(test: self_test.SelfTest, runner: ModelRunner, loaded: LoadedModel, config: EngineConfig) -> None:
-    """Raises `ModelRefused` for a model that would not be served exactly, whatever is done without."""
-    while True:
-        try:
-            self_test.check(test, runner, loaded, config)
-        except Exception as exc:  # whatever a compiler or a driver raises
-            if not runner.fall_back():
-                raise
-            logger.warning("what computes %s on %s is given up: %s", config.source, loaded.device, exc, exc_info=True)
-        else:
-            break
-    if config.exact:
-        self_test.check_exact(test, runner, loaded, config)
-
-
-def _kv_budget(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner) -> int:
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
-    free = int(free_memory(loaded.device) * config.memory_fraction)
-    return max(0, free - config.max_running * runner.state_bytes)
 
 
 def _context_length(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from engines.compute.runner import NO_SINK, ModelRunner
+from engines.compute.runner import ModelRunner
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.model.loader import LoadedModel
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class SelfTest:
 
 
 def prepare(loaded: LoadedModel, context_length: int) -> SelfTest:
-    """Run the plain model on prompts that fit into the context. To be called before a `ModelRunner` takes it over."""
+    """Run the plain model on prompts that fit into the context. To be called before a `PagedModel` takes it over."""
     rng = random.Random(0)
     lengths = (min(_prompt_length(loaded), context_length), min(21, context_length))
     prompts = tuple(tuple(rng.randrange(loaded.vocab_size) for _ in range(length)) for length in lengths)

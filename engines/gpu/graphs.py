@@ -19,7 +19,7 @@ from engines.tensors.batch import Carried, StepBatch
 
 logger = logging.getLogger(__name__)
 
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _COLUMNS = 5  # token id, position, place in the KV cache, length with this token, adapter slot
 
 Forward = Callable[[StepBatch, PagedLayout], torch.Tensor]
@@ -112,13 +112,23 @@ class _StaticRows:
 
 class DecodeGraphs:
     def __init__(
-        self, forward: Forward, capture: Capture, *, block_size: int, width: int, max_rows: int, device: torch.device
+        self,
+        forward: Forward,
+        capture: Capture,
+        *,
+        block_size: int,
+        width: int,
+        max_rows: int,
+        device: torch.device,
+        buckets: Sequence[int] = BUCKETS,
     ) -> None:
-        """`width`: blocks of the longest sequence."""
+        """`width`: blocks of the longest sequence. `buckets`: for how many rows there is a graph, in ascending order,
+        as far as they are needed for `max_rows`.
+        """
         self._forward = forward
         self._capture = capture
-        largest = next((bucket for bucket in _BUCKETS if bucket >= max_rows), _BUCKETS[-1])
-        self._buckets = [bucket for bucket in _BUCKETS if bucket <= largest]
+        largest = next((bucket for bucket in buckets if bucket >= max_rows), buckets[-1])
+        self._buckets = [bucket for bucket in buckets if bucket <= largest]
         self._rows = _StaticRows(largest, width, block_size, device)
         self._numbers = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._zeros = torch.zeros_like(self._numbers)

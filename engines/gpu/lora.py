@@ -186,19 +186,24 @@ class RowAdapters(AdapterModules):
     def runs_by_row(self, slot: int) -> bool:
         return slot not in self._others
 
-    def check(self) -> None:
-        """Raises what the kernels raise on this device, and `RuntimeError` when they are wrong."""
-        dtype, device = self._dtype, self._device
-        generator = torch.Generator().manual_seed(0)
-        A, B, x = (torch.randn(size, generator=generator).to(device, dtype) for size in ((8, 80), (48, 8), (40, 80)))
-        tables = SlotTables(1, 2, 8, device)
-        tables.put(1, {0: device_layout(LoraPair(A, B, 0.5))})
-        slots = torch.tensor([-1] + [1] * 39, dtype=torch.int32, device=device)
-        tiles = torch.tensor([[1, TILE_ROWS], [1 + TILE_ROWS, 39 - TILE_ROWS]], dtype=torch.int32, device=device)
-        expected = 0.5 * (x.float() @ A.float().T) @ B.float().T
-        expected[0] = 0
-        for stretches in (None, tiles):
-            found = tables.add(0, torch.zeros(40, 48, dtype=dtype, device=device), x, slots, stretches).float()
-            difference = float((found - expected).norm() / expected.norm())
-            if not difference < 0.02:  # NaN is not
-                raise RuntimeError(f"the products of adapters differ by {difference:.3g} (relative)")
+    def withdraw(self) -> None:
+        """Leave the model as it was. There must be no adapter in it."""
+        for path in self._numbers:
+            self._model.set_submodule(path, self.wrap_linear(path).base)
+
+
+def check_products(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises what the kernels raise on this device, and `RuntimeError` when they are wrong."""
+    generator = torch.Generator().manual_seed(0)
+    A, B, x = (torch.randn(size, generator=generator).to(device, dtype) for size in ((8, 80), (48, 8), (40, 80)))
+    tables = SlotTables(1, 2, 8, device)
+    tables.put(1, {0: device_layout(LoraPair(A, B, 0.5))})
+    slots = torch.tensor([-1] + [1] * 39, dtype=torch.int32, device=device)
+    tiles = torch.tensor([[1, TILE_ROWS], [1 + TILE_ROWS, 39 - TILE_ROWS]], dtype=torch.int32, device=device)
+    expected = 0.5 * (x.float() @ A.float().T) @ B.float().T
+    expected[0] = 0
+    for stretches in (None, tiles):
+        found = tables.add(0, torch.zeros(40, 48, dtype=dtype, device=device), x, slots, stretches).float()
+        difference = float((found - expected).norm() / expected.norm())
+        if not difference < 0.02:  # NaN is not
+            raise RuntimeError(f"the products of adapters differ by {difference:.3g} (relative)")

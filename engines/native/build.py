@@ -5,13 +5,14 @@ import logging
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 _TIMEOUT_S = 300
 
 
@@ -19,15 +20,16 @@ class BuildFailed(Exception):
     """There is no library for this machine; the message says why in one line."""
 
 
-def library_path(cache_folder: Path) -> Path:
-    """The compiled library, built if it is not in `cache_folder` yet (10 s on one core of a Xeon at 2.1 GHz).
+def library_path(cache_folder: Path, flags: Sequence[str] = FLAGS) -> Path:
+    """The library compiled with these flags, built if it is not in `cache_folder` yet: 10 s on one core of a Xeon at
+    2.1 GHz.
 
     Safe against other processes that build at the same time. Raises `BuildFailed`.
     """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise BuildFailed(f"no C compiler was found ({', '.join(_COMPILERS)})")
-    name = f"kernels-{_fingerprint(compiler)}.so"
+    name = f"kernels-{_fingerprint(compiler, flags)}.so"
     path = cache_folder / name
     if path.exists():
         return path
@@ -36,26 +38,22 @@ def library_path(cache_folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=cache_folder) as scratch:
             built = Path(scratch) / name
             logger.info("compiling the CPU kernels with %s", compiler)
-            _compile(compiler, built)
+            _run(compiler, *flags, "-o", str(built), str(_SOURCES / "model.c"), "-lm")
             built.replace(path)
     except OSError as exc:
         raise BuildFailed(f"the cache folder cannot be used: {exc.strerror}") from exc
     return path
 
 
-def _fingerprint(compiler: str) -> str:
-    """Of the sources, the compiler and the processor: a cache folder may be shared between machines."""
+def _fingerprint(compiler: str, flags: Sequence[str]) -> str:
+    """Of the sources, the flags, the compiler and the processor: a cache folder may be shared between machines."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    digest.update(" ".join(_FLAGS).encode())
+    digest.update(" ".join(flags).encode())
     # The macros that -march=native turns on say which instructions will be used.
     digest.update(_run(compiler, "-march=native", "-dM", "-E", "-x", "c", "/dev/null"))
     return digest.hexdigest()[:16]
-
-
-def _compile(compiler: str, target: Path) -> None:
-    _run(compiler, *_FLAGS, "-o", str(target), str(_SOURCES / "model.c"), "-lm")
 
 
 def _run(*command: str) -> bytes:

@@ -1,11 +1,10 @@
 """What the leading process of a group tells the others to do. They do the same as it does, at the same time."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 
 
@@ -36,7 +35,7 @@ class ChunkMessage:
         """Equal to the leader's for everything that a forward looks at; what lies before and behind it is made up."""
         sampling = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0 if self.scores_prompt else None)
         tokens: Any = _Tokens(self.start, self.token_ids, 0 if self.completes else 1)
-        sequence = TokenSequence(GenerateRequest(str(number), (), sampling), _NOBODY, tokens, len(tokens))
+        sequence = TokenSequence(GenerateRequest(str(number), (), sampling), NO_SINK, tokens, len(tokens))
         sequence.blocks = list(self.blocks)
         sequence.slot = self.slot
         return Chunk(sequence, self.start, len(self.token_ids))
@@ -89,11 +88,3 @@ class Stop:
 
 
 Message = Forward | CheckHealth | Install | Remove | Stop
-
-
-class _Nobody:
-    def deliver(self, outputs: Sequence[object]) -> None:
-        raise AssertionError("followers emit nothing")
-
-
-_NOBODY = _Nobody()

@@ -1,12 +1,12 @@
 """One generation while the engine works on it."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engines.planning.block_pool import prefix_hash, salt_hash
-from engines.protocol import GenerateRequest, OutputSink, TokenLogprob
+from engines.protocol import GenerateRequest, Output, OutputSink, TokenLogprob
 
 NO_SLOT = -1
 """The adapter slot of a sequence that runs on the bare base model."""
@@ -97,3 +97,12 @@ class TokenSequence:
         if self._seen_tokens is None:
             self._seen_tokens = dict.fromkeys(self.token_ids)
         return self._seen_tokens
+
+
+class _NoSink:
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        raise AssertionError("nobody takes the outputs of this sequence")
+
+
+NO_SINK: OutputSink = _NoSink()
+"""Of sequences that are computed for the engine itself, which emits nothing for them."""

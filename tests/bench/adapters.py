@@ -18,6 +18,8 @@ from forward import BLOCK, chunk_of, tokens_per_s
 from growth import RANKS
 from make_adapters import make
 
+from engines.compute.candidates import candidate_paths
+from engines.compute.paged_model import PagedModel
 from engines.compute.runner import ModelRunner
 from engines.config import EngineConfig
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
@@ -35,12 +37,14 @@ def runner_with(folders: list[Path], threads: int, kernel_cache: str) -> ModelRu
     config = EngineConfig(
         str(MODEL_FOLDER), dtype="bfloat16", kernel_cache=kernel_cache, max_adapters=max(1, len(folders))
     )
-    runner = ModelRunner(load_model(config), config, threads=threads)
+    loaded = load_model(config)
+    model = PagedModel.of(loaded, config)
+    runner = ModelRunner(next(candidate_paths(model, config, threads=threads)), config, loaded.device)
     runner.allocate(1 + max(BATCHES) * -(-(CONTEXT + 1) // BLOCK))
     for slot, folder in enumerate(folders):
         digest = adapter_digest((folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes())
         adapter = Adapter(digest, str(folder))
-        weights = read_adapter(adapter, runner.targets, max_rank=max(RANKS), max_bytes=1 << 30)
+        weights = read_adapter(adapter, model.targets, max_rank=max(RANKS), max_bytes=1 << 30)
         runner.adapters.install(slot, runner.adapters.prepare(weights))  # type: ignore[arg-type]
     return runner
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engines.compute.runner import NO_SINK
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.sampling.sampler import sample
 

@@ -10,21 +10,26 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from bench_service import MODEL_FOLDER
 
-from engines.compute import runner as model_runner
-from engines.compute.runner import NO_SINK, ModelRunner
+from engines.compute.native_path import NativePath
+from engines.compute.paged_model import PagedModel
+from engines.compute.path import ComputePath
+from engines.compute.plain_path import PlainPath
+from engines.compute.runner import ModelRunner
 from engines.config import EngineConfig
 from engines.model.loader import load_model
-from engines.native import build
+from engines.model.packed_linear import pack_linears
+from engines.native.build import FLAGS, library_path
+from engines.native.library import Library
+from engines.native.structure import read_structure
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 
 BATCHES = (1, 8, 32, 64)
@@ -32,44 +37,39 @@ PROMPT = 1024
 BLOCK = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    name: str
-    attention: str
-    packed: bool = True
-    flags: tuple[str, ...] = ()
-
-    def runner(self, threads: int, context: int, kernel_cache: str) -> ModelRunner:
-        blocks = max(BATCHES) * (-(-(context + 1) // BLOCK)) + PROMPT // BLOCK + 1
-        config: Any = {"source": str(MODEL_FOLDER), "dtype": "bfloat16", "attention": self.attention}
-        with _patched(build, "_FLAGS", build._FLAGS + self.flags), _patched(model_runner, "pack_linears", self.pack):
-            settings = EngineConfig(**config, kernel_cache=kernel_cache, threads=threads)
-            runner = ModelRunner(load_model(settings), settings, threads=threads)
-        runner.allocate(blocks)
-        return runner
-
-    @property
-    def pack(self) -> Callable[..., int]:
-        return PACK if self.packed else lambda model, tiled: 0
+MakePath = Callable[[PagedModel, EngineConfig], ComputePath]
 
 
-PACK = model_runner.pack_linears
-VARIANTS = (
-    Variant("transformers' layers, blocks gathered for one SDPA call", "sdpa", packed=False),
-    Variant("+ linear layers in oneDNN's layout", "sdpa"),
-    Variant("C kernels without AMX", "native", flags=("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")),
-    Variant("C kernels", "native"),
-)
+def plain(model: PagedModel, config: EngineConfig) -> ComputePath:
+    return PlainPath(model, config.block_size)
 
 
-@contextmanager
-def _patched(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+def plain_packed(model: PagedModel, config: EngineConfig) -> ComputePath:
+    pack_linears(model.loaded.model, tiled=False)
+    return plain(model, config)
+
+
+def native(model: PagedModel, config: EngineConfig, *, flags: Sequence[str] = FLAGS) -> ComputePath:
+    parts = read_structure(model.loaded, dict(model.attention))
+    library = Library(library_path(Path(config.kernel_cache), flags))
+    return NativePath(model, parts, library, config, threads=config.threads or 1)
+
+
+WITHOUT_AMX = (*FLAGS, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+VARIANTS: dict[str, MakePath] = {
+    "transformers' layers, blocks gathered for one SDPA call": plain,
+    "+ linear layers in oneDNN's layout": plain_packed,
+    "C kernels without AMX": partial(native, flags=WITHOUT_AMX),
+    "C kernels": native,
+}
+
+
+def runner_over(make_path: MakePath, threads: int, context: int, kernel_cache: str) -> ModelRunner:
+    config = EngineConfig(str(MODEL_FOLDER), dtype="bfloat16", kernel_cache=kernel_cache, threads=threads)
+    loaded = load_model(config)
+    runner = ModelRunner(make_path(PagedModel.of(loaded, config), config), config, loaded.device)
+    runner.allocate(max(BATCHES) * (-(-(context + 1) // BLOCK)) + PROMPT // BLOCK + 1)
+    return runner
 
 
 def chunk_of(tokens: int, first_block: int, start: int) -> Chunk:
@@ -106,7 +106,10 @@ def main() -> None:
     loads[f"prefill, {PROMPT:,}"] = [chunk_of(PROMPT, 1, 0)]
     rates: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as cache, torch.inference_mode():
-        runners = {variant.name: variant.runner(options.threads, options.context, cache) for variant in VARIANTS}
+        runners = {
+            name: runner_over(make_path, options.threads, options.context, cache)
+            for name, make_path in VARIANTS.items()
+        }
         for _ in range(options.rounds):
             for load, chunks in loads.items():
                 for name, runner in runners.items():

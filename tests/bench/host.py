@@ -20,13 +20,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from engines.compute.runner import NO_SINK
 from engines.gpu.attention import PagedLayout
 from engines.gpu.graphs import DecodeGraphs
 from engines.loop import EngineLoop
 from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.switching import SWITCH_INTERVAL_S
 from engines.tensors.batch import Carried, StepBatch, build_batch

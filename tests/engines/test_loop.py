@@ -7,11 +7,10 @@ from threading import Thread
 import pytest
 import torch
 
-from engines.compute.runner import NO_SINK
 from engines.errors import EngineError, NonFiniteLogits
 from engines.loop import EngineLoop
 from engines.planning.prefill_pace import PrefillPace
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import FinishReason, TokenDelta
 from tests.support.engine_harness import request
 from tests.support.loop_drive import BREAKS, MISSHAPEN, NAN, RAISES, Bench, HashRunner, greedy, logits_after

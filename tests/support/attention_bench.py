@@ -7,9 +7,8 @@ from random import Random
 import torch
 
 from engines.attention.interface import Attention, AttentionBackend
-from engines.compute.runner import NO_SINK
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.tensors.batch import build_batch
 from engines.tensors.kv_cache import KVCache, LayerShape
 from tests.support.engine_harness import DEVICE, request

@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engines.compute.assembly import assemble_model
 from engines.config import EngineConfig
 from engines.errors import EngineError
 from engines.lora.format.digest import WEIGHTS_FILE
@@ -30,7 +31,7 @@ from engines.protocol import (
     SamplingParams,
     TokenLogprob,
 )
-from engines.torch_engine import TorchEngine
+from engines.torch_engine import Assemble, TorchEngine
 from serve_app.cli.processes import command_line, descendants
 from tests.support import tiny_models
 from tests.support.lora_files import adapter_at, random_model, save_with_peft
@@ -233,8 +234,8 @@ class Collector:
 class DrivenEngine:
     """An engine with the event loop that it lives on."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.engine = TorchEngine(config)
+    def __init__(self, config: EngineConfig, assemble: Assemble = assemble_model) -> None:
+        self.engine = TorchEngine(config, assemble)
         self._runner = asyncio.Runner()
         try:
             self.run(self.engine.start())

@@ -6,12 +6,11 @@ from random import Random
 
 import torch
 
-from engines.compute.runner import NO_SINK
 from engines.errors import EngineStopped
 from engines.loop import EngineLoop, Event
 from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, TokenDelta
 from engines.sampling.sampler import Draws, Sampler
 from engines.tensors.batch import Carried, StepBatch, build_batch, wanted_rows

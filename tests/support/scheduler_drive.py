@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engines.compute.runner import NO_SINK
 from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler, StepPlan
-from engines.planning.sequence import NO_SLOT, TokenSequence
+from engines.planning.sequence import NO_SINK, NO_SLOT, TokenSequence
 from engines.protocol import Adapter
 from tests.support.engine_harness import request
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from engines.compute.runner import NO_SINK, ModelRunner
 from engines.model.loader import load_model
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from tests.support.engine_harness import engine_config, plain_model, prompt_of, reference_logits, request
+from tests.support.runners import runner_of
 from tests.support.tiny_models import HYBRID
 
 NAMES = pytest.mark.parametrize("name", sorted(HYBRID))
@@ -29,7 +29,7 @@ class Bench:
         self.name = name
         loaded = load_model(config)
         self.model = loaded.model
-        self.runner = ModelRunner(loaded, config)
+        self.runner = runner_of(loaded, config)
         self.runner.allocate(40)
         self.texts = []
         blocks = list(range(1, 40))

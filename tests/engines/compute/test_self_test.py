@@ -13,10 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.attention.interface import NAME, paged_attention, register
 from engines.compute import self_test
-from engines.compute.runner import ModelRunner
 from engines.errors import ModelRefused
 from engines.model.loader import check_layer_types, load_model
 from tests.support.engine_harness import DrivenEngine, engine_config, model_folder
+from tests.support.runners import runner_of
 from tests.support.tiny_models import CONFIGS, HYBRID
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
@@ -33,7 +33,7 @@ def difference(name: str, attention: Attention = paged_attention, **settings: An
     config = engine_config(name, attention="sdpa", **settings)
     loaded = load_model(config)
     test = self_test.prepare(loaded, loaded.context_length)
-    runner = ModelRunner(loaded, config)
+    runner = runner_of(loaded, config)
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
     try:
         return self_test.check(test, runner, loaded, config)
@@ -184,4 +184,4 @@ def test_bits_that_change_with_the_company_are_refused_in_exact_mode() -> None:
     loaded = load_model(config)
     test = self_test.prepare(loaded, loaded.context_length)
     with pytest.raises(ModelRefused, match="exact is set, and on cpu this model's logits change with the company"):
-        self_test.check_exact(test, ModelRunner(loaded, config), loaded, config)
+        self_test.check_exact(test, runner_of(loaded, config), loaded, config)

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.compute.runner import NO_SINK
 from engines.gpu.attention import PagedLayout
 from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import NO_SLOT, TokenSequence
+from engines.planning.sequence import NO_SINK, NO_SLOT, TokenSequence
 from engines.tensors.batch import Carried, StepBatch
 from tests.support.engine_harness import DEVICE, request
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engines.compute.runner import NO_SINK
 from engines.gpu.lora import SlotTables, device_layout, tiles_of
 from engines.lora.format.pairs import LoraPair
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from tests.support.engine_harness import DEVICE, request
 
 SLOTS, MODULES, MAX_RANK = 4, 2, 48

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from engines.compute.runner import NO_SINK
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.sampling.sampler import Draws, sample
 from tests.support.engine_harness import request
 

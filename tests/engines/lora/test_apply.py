@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.compute.runner import NO_SINK, ModelRunner
 from engines.errors import AdapterRefused
 from engines.lora.adaptable import adaptable_targets
 from engines.lora.apply import AdapterModules
@@ -19,10 +18,11 @@ from engines.lora.format.weights import AdapterWeights
 from engines.model.loader import load_model
 from engines.planning.block_pool import TRASH_BLOCK
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import NO_SLOT, TokenSequence
+from engines.planning.sequence import NO_SINK, NO_SLOT, TokenSequence
 from engines.tensors.batch import build_batch
 from tests.support.engine_harness import engine_config, prompt_of, request
 from tests.support.lora_files import random_model
+from tests.support.runners import runner_of
 from tests.support.tiny_models import CONFIGS
 
 CPU = torch.device("cpu")
@@ -259,6 +259,6 @@ def test_layers_that_do_not_see_one_row_for_each_token_are_not_adaptable() -> No
 )
 def test_an_adapter_for_what_is_not_adaptable_is_refused_by_the_runner(name: str, path: str) -> None:
     config = engine_config(name)
-    runner = ModelRunner(load_model(config), config)
+    runner = runner_of(load_model(config), config)
     with pytest.raises(AdapterRefused, match=f"changes '{path}', which this engine does not adapt on this model"):
         runner.adapters.prepare(weights(**{path: pair(2, 64, 64)}))

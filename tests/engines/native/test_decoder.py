@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from engines.compute import self_test
-from engines.compute.runner import ModelRunner
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.model.loader import load_model
@@ -28,6 +27,7 @@ from tests.support.engine_harness import (
     reference_greedy,
     request,
 )
+from tests.support.runners import runner_of
 
 SOURCES = Path(__file__).parents[3] / "engines" / "native" / "src"
 MODELS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")
@@ -55,7 +55,7 @@ def test_logits_are_the_plain_models(kernels: str, name: str, dtype: str) -> Non
     config = engine_config(name, attention="native", kernel_cache=kernels, dtype=dtype, threads=2)
     loaded = load_model(config)
     test = self_test.prepare(loaded, loaded.context_length)
-    difference = self_test.check(test, ModelRunner(loaded, config, threads=2), loaded, config)
+    difference = self_test.check(test, runner_of(loaded, config, threads=2), loaded, config)
     assert difference < (5e-6 if dtype == "float32" else 0.05)
 
 
@@ -141,7 +141,7 @@ def test_weights_are_not_held_twice(kernels: str) -> None:
     config = engine_config("llama", attention="native", kernel_cache=kernels)
     loaded = load_model(config)
     layers = list(loaded.model.model.layers)
-    ModelRunner(loaded, config, threads=1)
+    runner_of(loaded, config, threads=1)
     left = [name for layer in layers for name, weight in layer.named_parameters() if weight.numel() and "proj" in name]
     assert left == []
 

@@ -15,14 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.compute.runner import NO_SINK, ModelRunner
+from engines.compute.runner import ModelRunner
 from engines.config import EngineConfig
 from engines.errors import AdapterRefused, EngineError, EngineStopped, ModelRefused
 from engines.lora.format.pairs import LoraPair
 from engines.lora.shards import Shards
 from engines.parallel.messages import ChunkMessage
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.tensors.batch import build_batch
 from engines.torch_engine import TorchEngine

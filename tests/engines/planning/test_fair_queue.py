@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable
 
-from engines.compute.runner import NO_SINK
 from engines.planning import fair_queue
 from engines.planning.fair_queue import FairQueue
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import Adapter
 from tests.support.engine_harness import request
 

@@ -19,8 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engines.compute.runner import NO_SINK
-from engines.planning.sequence import TokenSequence
+from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.sampling import sampler
 from engines.sampling.sampler import Draws, Sampled, prompt_logprobs, sample, uniform
 from tests.support.engine_harness import request

@@ -6,10 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.compute.runner import NO_SINK
 from engines.planning.block_pool import TRASH_BLOCK
 from engines.planning.scheduler import Chunk
-from engines.planning.sequence import NO_SLOT, TokenSequence
+from engines.planning.sequence import NO_SINK, NO_SLOT, TokenSequence
 from engines.tensors.batch import StepBatch, build_batch, wanted_rows
 from tests.support.engine_harness import request
 

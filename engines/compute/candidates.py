@@ -1,0 +1,76 @@
+"""Which compute paths a model has on this machine, and in which order they are tried."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from engines.compute.exact_path import ExactPath
+from engines.compute.native_path import NativePath
+from engines.compute.paged_model import PagedModel
+from engines.compute.path import ComputePath
+from engines.compute.plain_path import PlainPath
+from engines.config import EngineConfig
+from engines.errors import ModelRefused
+from engines.model.packed_linear import pack_linears
+from engines.native.build import BuildFailed, library_path
+from engines.native.library import Library
+from engines.native.structure import Unsupported, read_structure
+
+logger = logging.getLogger(__name__)
+
+
+def candidate_paths(model: PagedModel, config: EngineConfig, *, threads: int) -> Iterator[ComputePath]:
+    """The fastest first. Each is built when it is asked for, which is when those before it have failed: one may change
+    the model. `threads`: of the C kernels. Raises `ModelRefused` where what the configuration demands cannot be had.
+    """
+    if _wants_triton(config, model.loaded.device):
+        yield from _triton_paths(model, config)
+        if config.attention != "auto":
+            return
+    # What takes the place of a layer that is split over devices would take the place of its exchange too.
+    if config.attention != "sdpa" and model.shards is None:
+        native = _native_path(model, config, threads)
+        if native is not None:
+            yield native
+            return  # there are no layers left for others
+    yield _torch_path(model, config)
+
+
+def _wants_triton(config: EngineConfig, device: torch.device) -> bool:
+    if config.exact or config.attention in ("sdpa", "native"):
+        return False
+    return config.attention != "auto" or device.type == "cuda"
+
+
+def _triton_paths(model: PagedModel, config: EngineConfig) -> Iterator[ComputePath]:
+    try:
+        from engines.compute.device_candidates import device_candidates  # Triton comes with torch for CUDA alone
+    except ImportError as exc:
+        if config.attention != "auto":
+            raise ModelRefused(f"attention = {config.attention!r} is not possible here: {exc}") from exc
+        logger.warning("computing with torch alone, not with Triton kernels: %s", exc)
+        return
+    yield from device_candidates(model, config)
+
+
+def _native_path(model: PagedModel, config: EngineConfig, threads: int) -> NativePath | None:
+    """None when torch's layers are kept, and why is logged."""
+    try:
+        parts = read_structure(model.loaded, dict(model.attention))
+        library = Library(library_path(Path(config.kernel_cache).expanduser()))
+    except (Unsupported, BuildFailed, OSError) as exc:
+        if config.attention == "native":
+            raise ModelRefused(f"attention = 'native' is not possible here: {exc}") from exc
+        level = logging.INFO if isinstance(exc, Unsupported) else logging.WARNING
+        logger.log(level, "computing with torch alone, not with the C kernels: %s", exc)
+        return None
+    return NativePath(model, parts, library, config, threads=threads)
+
+
+def _torch_path(model: PagedModel, config: EngineConfig) -> PlainPath | ExactPath:
+    path = ExactPath(model, config.block_size) if config.exact else PlainPath(model, config.block_size)
+    if model.loaded.device.type == "cpu" and model.shards is None:
+        logger.info("%d linear layers packed for the CPU", pack_linears(model.loaded.model, tiled=config.exact))
+    return path

@@ -1,0 +1,125 @@
+"""A transformers model on the paged KV cache, with what running it on a few tokens tells about it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from engines.attention.interface import NAME, Attention, AttentionBackend, Paged, ShapeProbe, register
+from engines.attention.recurrent import split_by_sequence, state_bytes
+from engines.config import EngineConfig
+from engines.errors import ModelRefused
+from engines.lora.adaptable import adaptable_targets
+from engines.lora.apply import AdapterModules
+from engines.lora.context import AdapterContext
+from engines.lora.format.targets import LoraTargets, TargetKind
+from engines.lora.shards import Shards
+from engines.model.loader import LoadedModel
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import NO_SINK, TokenSequence
+from engines.protocol import GenerateRequest, SamplingParams
+from engines.tensors.batch import PROBE_TOKENS, StepBatch, build_batch
+from engines.tensors.kv_cache import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class PagedModel:
+    """Owns the model: a compute path is built over it, and may change its layers.
+
+    `context`: which rows have which adapter; set before each forward. `context_length`: of the longest sequence.
+    `adaptable`: modules that can be adapted row by row. `shapes`, `attention`: what each layer caches and asks for.
+    `has_states`: whether layers carry a state from token to token, which rules out a prefix cache; `state_bytes`: what
+    a running sequence takes for it beside its blocks. `shards`: which part of the model this is, if not all of it.
+    """
+
+    loaded: LoadedModel
+    context: AdapterContext
+    context_length: int
+    targets: LoraTargets
+    adaptable: Mapping[str, TargetKind]
+    shapes: Mapping[int, LayerShape]
+    attention: Mapping[int, Attention]
+    has_states: bool
+    state_bytes: int
+    shards: Shards | None
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, config: EngineConfig, shards: Shards | None = None) -> Self:
+        """The model's attention is switched to the paged cache for good. Raises `ModelRefused` when the model cannot be
+        run as the configuration wants it.
+        """
+        register()
+        targets = LoraTargets.of(loaded.model)
+        loaded.model.set_attn_implementation(NAME)
+        context = AdapterContext()
+        has_states = bool(split_by_sequence(loaded.model, loaded.config, context.narrowed))
+        if has_states:
+            _check_states(loaded.config.model_type, exact=config.exact, is_split=shards is not None)
+        probe, chunk = ShapeProbe(), probe_chunk([1])
+        batch = build_batch([chunk], config.block_size, loaded.device)
+        adaptable = adaptable_targets(
+            loaded.model,
+            targets,
+            run=lambda: _run(loaded.model, batch, batch.logit_rows, probe),
+            num_tokens=PROBE_TOKENS,
+            shards=shards,
+        )
+        return cls(
+            loaded=loaded,
+            context=context,
+            context_length=config.context_length or loaded.context_length,
+            targets=targets,
+            adaptable=adaptable,
+            shapes=probe.shapes,
+            attention=probe.attention,
+            has_states=has_states,
+            state_bytes=state_bytes(chunk.sequence),
+            shards=shards,
+        )
+
+    def adapter_modules(self) -> AdapterModules:
+        return AdapterModules(
+            self.loaded.model,
+            self.context,
+            adaptable=self.adaptable,
+            head=self.targets.head,
+            dtype=self.loaded.dtype,
+            device=self.loaded.device,
+            shards=self.shards,
+        )
+
+    def compute(self, batch: StepBatch, logit_rows: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward."""
+        return _run(self.loaded.model, batch, logit_rows, backend)
+
+
+def probe_chunk(blocks: Iterable[int]) -> Chunk:
+    """A few tokens of the base model, as a model is tried with."""
+    request = GenerateRequest("probe", tuple(range(PROBE_TOKENS)), SamplingParams(max_tokens=1, seed=0))
+    sequence = TokenSequence.of(request, NO_SINK)
+    sequence.blocks = list(blocks)
+    return Chunk(sequence, 0, PROBE_TOKENS)
+
+
+def _run(model: Any, batch: StepBatch, logit_rows: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+    output = model(
+        input_ids=batch.token_ids[None],
+        position_ids=batch.positions[None],
+        use_cache=False,
+        logits_to_keep=logit_rows,
+        paged=Paged(backend, batch),
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def _check_states(model_type: str, *, exact: bool, is_split: bool) -> None:
+    """Raises `ModelRefused` for what is not done with layers that carry a state from token to token."""
+    if exact:
+        raise ModelRefused(
+            f"{model_type}: exact is set, and layers that carry a state from token to token sum up in an order that "
+            "depends on the chunks."
+        )
+    if is_split:
+        raise ModelRefused(f"{model_type}: layers that carry a state from token to token are not split over devices.")
