@@ -42,7 +42,9 @@ class TensorName:
 
 
 def parse_name(name: str) -> TensorName | None:
-    """None when this is no tensor of a LoRA adapter."""
+    """None when this is no tensor of a LoRA adapter. Modules have names of printable ASCII."""
+    if not (name.isascii() and name.isprintable()):
+        return None
     path = name.removeprefix(_PREFIX)
     for suffix, role in _SUFFIXES:
         if path.endswith(suffix):

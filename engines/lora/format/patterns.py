@@ -1,319 +1,170 @@
-"""The regular expressions of a PEFT configuration, matched in bounded time.
+"""The regular expressions of a PEFT configuration, matched in bounded time and memory.
 
 `target_modules`, `exclude_modules` and the keys of `rank_pattern` and `alpha_pattern` are Python regular expressions
-that come from whoever made the checkpoint; one line makes `re` backtrack for hours. This matcher follows all ways
-through an expression at once, as sets of positions, and counts its steps. What it accepts means the same as in `re`;
-what it does not know (back references, look-behind, flags) is refused.
+from whoever made the checkpoint. One line makes `re` backtrack for hours. The `regex` package has a time limit for
+matching, but none for compiling: it copies what is repeated, so `((((a)+)+)+)+` takes twice the memory with each level.
+So an expression is weighed before it is compiled.
+
+An expression means here what it means to `re`, or it is refused. `re` compiles it first. What the two packages read
+differently is refused: escapes by number or name, references, comments, `(?x)`, possessive quantifiers, sets within
+sets, other braces than `{m,n}`.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from typing import Final
+
+import regex
 
 MAX_PATTERN_CHARACTERS: Final = 8192
 _MAX_DEPTH: Final = 24
-_MAX_REPEATS: Final = 10_000
+_MAX_WEIGHT: Final = 20_000
+_MATCH_S: Final = 0.05  # a usual match takes 5 µs; some expressions take 0.5 GB of memory for each second of matching
 
-Positions = frozenset[int]
+_TOKEN: Final = re.compile(
+    r"""(?P<escape> \\.? )
+    | (?P<set> \[\^?\]?(?:\\.|[^\]\\])*\] )
+    | (?P<flags> \(\?[a-zA-Z-]*\) )
+    | (?P<opening> \((?:\?(?:P<|<?[=!]|[a-zA-Z-]*:?))? )
+    | (?P<closing> \) )
+    | (?P<possessive> (?:[*+?]|\{\d*,?\d*\})\+ )
+    | (?P<repeated> \+|\{(?P<least>\d{1,5})(?:,\d{0,5})?\} )
+    | (?P<optional> [*?]|\{,\d{1,5}\} )
+    | (?P<plain> [\x20-z|}~] )""",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPES: Final = frozenset("dDwWsSbBAZntrfva")
+_SET_OPERATION: Final = re.compile(r"--|&&|~~|\|\||\[")
+_FLAGS: Final = re.compile(r"\(\?[aimsu]*(?:-[ims]+)?[:)]")
+_GROUPS: Final = frozenset({"(", "(?P<", "(?=", "(?!", "(?<=", "(?<!"})
 
 
 class PatternRefused(ValueError):
-    """The expression is malformed, not supported, or takes too many steps; the message is a predicate ("uses …")."""
+    """The expression is malformed, not supported, or takes too much; the message is a predicate ("uses …")."""
 
 
 class Budget:
-    """How many steps all matching for one adapter may take. A usual expression takes about 100 for a module name."""
+    """What all expressions of one adapter may take together: CPU seconds of the thread that matches, and weight, which
+    is up to 300 bytes and 10 µs of compiling each.
+    """
 
-    def __init__(self, steps: int = 1_000_000) -> None:
-        self._steps = steps
+    def __init__(self, *, seconds: float = 2.0, weight: int = 200_000) -> None:
+        self._seconds = seconds
+        self._weight = weight
 
-    def spend(self, steps: int) -> None:
-        self._steps -= steps
-        if self._steps < 0:
-            raise PatternRefused("takes too many steps to match")
+    def spend_weight(self, weight: int) -> None:
+        self._weight -= weight
+        if self._weight < 0:
+            raise PatternRefused("is too much to compile, with the expressions before it")
 
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One string being matched."""
-
-    text: str
-    budget: Budget
-
-
-_Node = Callable[[_Run, Positions], Positions]  # where a match may begin -> where it may end
-_Test = Callable[[str], bool]  # whether one character is accepted
+    def spend_seconds(self, seconds: float) -> None:
+        self._seconds -= seconds
+        if self._seconds < 0:
+            raise PatternRefused("takes too long to match, with the expressions before it")
 
 
 class Pattern:
     """A compiled expression."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, budget: Budget) -> None:
         """Raises `PatternRefused`."""
-        if len(text) > MAX_PATTERN_CHARACTERS:
-            raise PatternRefused(f"has {len(text)} characters, more than {MAX_PATTERN_CHARACTERS}")
-        self._node = _Parser(text).parse()
+        budget.spend_weight(_weight(text))
+        self._budget = budget
+        try:
+            re.compile(text)
+            self._compiled = regex.compile(text, regex.VERSION0, cache_pattern=False)
+        except (re.error, regex.error, OverflowError, RecursionError) as exc:
+            raise PatternRefused(f"is not a regular expression: {exc}") from exc
 
-    def fullmatch(self, name: str, budget: Budget) -> bool:
-        """As `re.fullmatch`. Raises `PatternRefused` when the budget is spent."""
-        return len(name) in self._node(_Run(name, budget), frozenset((0,)))
+    def fullmatch(self, name: str) -> bool:
+        """As `re.fullmatch`. The name is of printable ASCII. Raises `PatternRefused` when it takes too long."""
+        return self._bounded(self._compiled.fullmatch, name)
 
-    def matches_end(self, name: str, budget: Budget) -> bool:
-        """Whether the whole name, or all of it after one of its dots, matches: how PEFT looks up ranks and alphas."""
-        starts = frozenset((0, *(i + 1 for i, character in enumerate(name) if character == ".")))
-        return len(name) in self._node(_Run(name, budget), starts)
+    def match(self, name: str) -> bool:
+        """As `re.match`; otherwise as `fullmatch`."""
+        return self._bounded(self._compiled.match, name)
 
-
-def _literal(text: str) -> _Node:
-    def match(run: _Run, starts: Positions) -> Positions:
-        run.budget.spend(len(starts))
-        return frozenset(start + len(text) for start in starts if run.text.startswith(text, start))
-
-    return match
-
-
-def _one_of(accepts: _Test, weight: int = 1) -> _Node:
-    def match(run: _Run, starts: Positions) -> Positions:
-        run.budget.spend(len(starts) * weight)
-        return frozenset(start + 1 for start in starts if start < len(run.text) and accepts(run.text[start]))
-
-    return match
-
-
-def _sequence(nodes: list[_Node]) -> _Node:
-    def match(run: _Run, starts: Positions) -> Positions:
-        for node in nodes:
-            if not starts:
-                break
-            starts = node(run, starts)
-        return starts
-
-    return match
+    def _bounded(self, matches: Callable[..., object], name: str) -> bool:
+        own = 0.0
+        while own < _MATCH_S:
+            started = time.thread_time()
+            try:
+                return matches(name, timeout=_MATCH_S) is not None
+            except TimeoutError:
+                pass  # by the clock of the whole process: others' threads may have used it up
+            except MemoryError as exc:
+                raise PatternRefused("takes too much memory to match") from exc
+            finally:
+                spent = time.thread_time() - started
+                own += spent
+                self._budget.spend_seconds(spent)
+        raise PatternRefused(f"takes too long to match {name!r}")
 
 
-def _alternatives(nodes: list[_Node]) -> _Node:
-    def match(run: _Run, starts: Positions) -> Positions:
-        return frozenset[int]().union(*(node(run, starts) for node in nodes))
-
-    return match
-
-
-def _repeated(node: _Node, least: int, most: int | None) -> _Node:
-    def match(run: _Run, starts: Positions) -> Positions:
-        current = starts
-        for _ in range(least):
-            run.budget.spend(1)
-            following = node(run, current)
-            if following == current:  # a fixed point: more rounds change nothing
-                break
-            current = following
-        found, fresh, count = current, current, least
-        while fresh and (most is None or count < most):
-            run.budget.spend(1)
-            fresh = node(run, fresh) - found
-            found, count = found | fresh, count + 1
-        return found
-
-    return match
-
-
-def _where(holds: Callable[[_Run, int], bool]) -> _Node:
-    def match(run: _Run, starts: Positions) -> Positions:
-        run.budget.spend(len(starts))
-        return frozenset(start for start in starts if holds(run, start))
-
-    return match
-
-
-def _ahead(node: _Node, *, wanted: bool) -> _Node:
-    return _where(lambda run, start: bool(node(run, frozenset((start,)))) is wanted)
-
-
-def _category(letter: str) -> _Test:
-    compiled = re.compile(f"\\{letter}")
-    return lambda character: compiled.fullmatch(character) is not None
-
-
-_CATEGORIES: Final = {letter: _category(letter) for letter in "dDwWsS"}
-_CONTROLS: Final = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
-
-
-def _is_word(run: _Run, position: int) -> bool:
-    return 0 <= position < len(run.text) and _CATEGORIES["w"](run.text[position])
-
-
-def _at_boundary(run: _Run, position: int) -> bool:
-    return _is_word(run, position - 1) is not _is_word(run, position)
-
-
-def _at_end(run: _Run, position: int) -> bool:
-    return run.text[position:] in ("", "\n")
-
-
-_ANCHORS: Final[Mapping[str, _Node]] = {
-    "^": _where(lambda run, position: position == 0),
-    "$": _where(_at_end),
-    r"\b": _where(_at_boundary),
-    r"\B": _where(lambda run, position: run.text != "" and not _at_boundary(run, position)),
-    r"\A": _where(lambda run, position: position == 0),
-    r"\Z": _where(lambda run, position: position == len(run.text)),
-}
-_SIGNS: Final[Mapping[str, _Node]] = {
-    **_ANCHORS,
-    ".": _one_of(lambda character: character != "\n"),
-    **{f"\\{letter}": _one_of(test) for letter, test in _CATEGORIES.items()},
-}
-_QUANTIFIER: Final = re.compile(r"(?:([*+?])|\{(?!\})(\d*)(,?)((?<=,)\d*|)\})([?+]?)")
-_GROUP: Final = re.compile(r"\?P<[A-Za-z_]\w*>|\?:")
-_RANGES: Final[Mapping[str, tuple[int, int | None]]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-
-
-class _Parser:
-    """Recursive descent over one expression."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-        self._depth = 0
-
-    def parse(self) -> _Node:
-        node = self._expression()
-        if self._at < len(self._text):
-            raise PatternRefused("has an unbalanced parenthesis")
-        return node
-
-    def _take(self, prefix: str) -> bool:
-        if self._text.startswith(prefix, self._at):
-            self._at += len(prefix)
-            return True
-        return False
-
-    def _next(self) -> str:
-        """The next character, empty at the end."""
-        character = self._text[self._at : self._at + 1]
-        self._at += 1
-        return character
-
-    def _expression(self) -> _Node:
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
+def _weight(text: str) -> int:
+    """The length of the expression with every repeated part written out. Raises `PatternRefused`."""
+    if len(text) > MAX_PATTERN_CHARACTERS:
+        raise PatternRefused(f"has {len(text)} characters, more than {MAX_PATTERN_CHARACTERS}")
+    sums, item, end = [0], 0, 0
+    for token in _TOKEN.finditer(text):
+        if token.start() != end:
+            break
+        end = token.end()
+        item = _item(token, sums, item)
+        if len(sums) > _MAX_DEPTH + 1:
             raise PatternRefused(f"nests deeper than {_MAX_DEPTH}")
-        branches = [_sequence(list(self._items()))]
-        while self._take("|"):
-            branches.append(_sequence(list(self._items())))
-        self._depth -= 1
-        return branches[0] if len(branches) == 1 else _alternatives(branches)
-
-    def _items(self) -> Iterator[_Node]:
-        """Consecutive literal characters become one node: most of any real expression is literal."""
-        literal = ""
-        while self._at < len(self._text) and self._text[self._at] not in "|)":
-            if _QUANTIFIER.match(self._text, self._at):
-                raise PatternRefused("repeats nothing")
-            atom = self._atom()
-            quantifier = _QUANTIFIER.match(self._text, self._at)
-            if isinstance(atom, str) and quantifier is None:
-                literal += atom
-                continue
-            if literal:
-                yield _literal(literal)
-                literal = ""
-            node = _literal(atom) if isinstance(atom, str) else atom
-            if quantifier is not None and node in _ANCHORS.values():
-                raise PatternRefused("repeats nothing")
-            yield node if quantifier is None else self._quantified(node, quantifier)
-        if literal:
-            yield _literal(literal)
-
-    def _quantified(self, node: _Node, quantifier: re.Match[str]) -> _Node:
-        sign, least, comma, most, mode = quantifier.groups()
-        if mode == "+":
-            raise PatternRefused("uses a possessive quantifier")
-        self._at = quantifier.end()
-        if _QUANTIFIER.match(self._text, self._at):
-            raise PatternRefused("repeats a repetition")
-        if sign:
-            low, high = _RANGES[sign]
-        else:
-            low = _repeats(least or "0")
-            high = _repeats(most) if most else (None if comma else low)
-        if high is not None and high < low:
-            raise PatternRefused("has a repetition whose bounds are reversed")
-        return _repeated(node, low, high)
-
-    def _atom(self) -> _Node | str:
-        character = self._next()
-        match character:
-            case "(":
-                return self._group()
-            case "[":
-                return self._class()
-            case "\\":
-                escaped = self._next()
-                sign = _SIGNS.get(f"\\{escaped}")
-                return _plain(escaped) if sign is None else sign
-            case _:
-                return _SIGNS.get(character, character)
-
-    def _group(self) -> _Node:
-        wanted: bool | None = None
-        if self._take("?=") or self._take("?!"):
-            wanted = self._text[self._at - 1] == "="
-        elif opening := _GROUP.match(self._text, self._at):
-            self._at = opening.end()
-        elif self._take("?"):
-            raise PatternRefused("uses a group that is not supported here")
-        node = self._expression()
-        if not self._take(")"):
-            raise PatternRefused("has an unbalanced parenthesis")
-        return node if wanted is None else _ahead(node, wanted=wanted)
-
-    def _class(self) -> _Node:
-        negated = self._take("^")
-        characters, tests = set[str](), list[_Test]()
-        first = True
-        while first or not self._take("]"):
-            first = False
-            item = self._class_item()
-            if isinstance(item, str):
-                characters.add(item)
-            else:
-                tests.append(item)
-        return _one_of(
-            lambda c: (c in characters or any(test(c) for test in tests)) is not negated, weight=1 + len(tests)
-        )
-
-    def _class_item(self) -> str | _Test:
-        low = self._class_character()
-        rest = self._text[self._at : self._at + 2]
-        if not rest.startswith("-") or rest in ("-]", "-"):
-            return low
-        self._at += 1
-        high = self._class_character()
-        if not isinstance(low, str) or not isinstance(high, str) or high < low:
-            raise PatternRefused("has a bad range of characters")
-        return lambda c: low <= c <= high
-
-    def _class_character(self) -> str | _Test:
-        character = self._next()
-        if not character:
-            raise PatternRefused("has an unbalanced bracket")
-        if character != "\\":
-            return character
-        escaped = self._next()
-        return _CATEGORIES[escaped] if escaped in _CATEGORIES else _plain(escaped)
+        if sums[-1] > _MAX_WEIGHT:
+            raise PatternRefused(f"repeats so much that it is {sums[-1]} characters, more than {_MAX_WEIGHT}")
+    if end != len(text):
+        raise PatternRefused(f"uses {text[end]!r} at position {end}, which is not supported there")
+    return sum(sums)
 
 
-def _plain(escaped: str) -> str:
-    if escaped in _CONTROLS:
-        return _CONTROLS[escaped]
-    if not escaped or (escaped.isascii() and escaped.isalnum()):
-        raise PatternRefused(f"uses the escape \\{escaped}")
-    return escaped
+def _item(token: re.Match[str], sums: list[int], item: int) -> int:
+    """Adds the token to `sums`, the weights of the groups that are open. `item`: the weight of what a repetition here
+    would repeat. Returns that of what it would repeat after the token.
+    """
+    _check(token)
+    match token.lastgroup:
+        case "opening":
+            sums.append(len(token[0]))
+            return 0
+        case "closing":
+            if len(sums) == 1:
+                raise PatternRefused("is not a regular expression: unbalanced parenthesis")
+            item = sums.pop() + 1
+            sums[-1] += item
+            return item
+        case "repeated" | "least":
+            more = item * int(token["least"] or 1)
+            sums[-1] += more
+            return item + more
+        case "optional":
+            return item
+        case _:
+            sums[-1] += len(token[0])
+            return len(token[0])
 
 
-def _repeats(digits: str) -> int:
-    if len(digits) > 5 or int(digits) > _MAX_REPEATS:
-        raise PatternRefused(f"repeats more than {_MAX_REPEATS} times")
-    return int(digits)
+def _check(token: re.Match[str]) -> None:
+    """Refuses what `re` and `regex` may read differently."""
+    text = token[0]
+    escape = text[1:] if token["escape"] else ""
+    if (escape.isalnum() and escape not in _ESCAPES) or not escape.isascii():
+        raise PatternRefused(f"uses the escape {text}")
+    if token["set"]:
+        _check_set(text)
+    if token["possessive"]:
+        raise PatternRefused(f"uses the possessive quantifier {text}")
+    is_group = token["opening"] or token["flags"]
+    if is_group and text not in _GROUPS and not _FLAGS.fullmatch(text):
+        raise PatternRefused(f"uses {text}, which is not supported")
+
+
+def _check_set(text: str) -> None:
+    for escape in re.findall(r"\\(.)", text, re.DOTALL):
+        if escape.isalnum() and escape not in _ESCAPES:
+            raise PatternRefused(f"uses the escape \\{escape}")
+    if not text.isascii() or _SET_OPERATION.search(re.sub(r"\\.", "", text[1:], flags=re.DOTALL)):
+        raise PatternRefused(f"uses the set {text!r:.60}, which is not supported")

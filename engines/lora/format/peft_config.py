@@ -6,9 +6,8 @@ tensors; the configuration must agree with them, because PEFT would silently lea
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from engines.errors import AdapterRefused
@@ -37,25 +36,34 @@ _READ: Final = frozenset((
 ))  # fmt: skip
 _ALL_LINEAR: Final = "all-linear"
 _MAX_PATTERNS: Final = 1000
+_MAX_SHAPES: Final = 100
 _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 Names = Pattern | frozenset[str]  # names match the whole path, or all of it after a dot
 
 
+Hit = tuple[int, float]
+"""A key's place in the order of its table, and its number."""
+
+
 @dataclass(frozen=True, slots=True)
 class PatternTable:
-    """A mapping from patterns to numbers in which the first match counts.
+    """A mapping from patterns to numbers in which the first match counts, as in PEFT's `get_pattern_key`.
 
-    Keys without special characters (one per module, as some trainers write them) are looked up, not searched; a dot
-    in such a key is a dot.
+    Keys without special characters but dots (one per module, as some trainers write them) are looked up, not searched:
+    `plain` holds them by their length and where their dots are, which stand for any character.
     """
 
-    plain: Mapping[str, tuple[int, float]]  # the number and its place in the order
-    patterns: tuple[tuple[Pattern, tuple[int, float]], ...]
+    plain: Mapping[int, Mapping[tuple[int, ...], Mapping[str, Hit]]]
+    patterns: tuple[tuple[Pattern, Hit], ...]
 
-    def find(self, path: str, budget: Budget) -> float | None:
-        hits = [self.plain[end] for end in _ends(path) if end in self.plain]
-        hits += [hit for pattern, hit in self.patterns if pattern.matches_end(path, budget)]
+    def find(self, path: str) -> float | None:
+        hits = [hit for pattern, hit in self.patterns if pattern.match(path)]
+        for end in _ends(path):
+            for dots, keys in self.plain.get(len(end), {}).items():
+                hit = keys.get(_with_dots(end, dots))
+                if hit is not None:
+                    hits.append(hit)
         return min(hits)[1] if hits else None
 
 
@@ -74,8 +82,6 @@ class PeftConfig:
     layers_pattern: tuple[str, ...]
     target_parameters: frozenset[str]
     ties_embeddings: bool
-    _budget: Budget = field(default_factory=Budget)
-    _checked: set[str] = field(default_factory=set)
 
     def rank_and_scale(self, *paths: str) -> tuple[int, float]:
         """For a module by its path; further paths are other names of it, looked up where the first has no pattern."""
@@ -89,7 +95,7 @@ class PeftConfig:
         if not table.plain and not table.patterns:
             return None
         try:
-            return next((found for path in paths if (found := table.find(path, self._budget)) is not None), None)
+            return next((found for path in paths if (found := table.find(path)) is not None), None)
         except PatternRefused as exc:
             raise refused(f"a key of {field} {exc}.") from exc
 
@@ -114,19 +120,10 @@ class PeftConfig:
         return bool(self.exclude_modules) and not self.exclude_modules.isdisjoint(_ends(path))
 
     def _matches(self, field: str, pattern: Pattern, path: str) -> bool:
-        """Paths that differ in numbers only are matched once: long expressions take 0.5 ms, and this is a check that
-        the file agrees with itself, not what decides which modules are adapted.
-        """
-        shape = field + re.sub(r"\d+", "#", path)
-        if shape in self._checked:
-            return field == "target_modules"
         try:
-            found = pattern.fullmatch(path, self._budget)
+            return pattern.fullmatch(path)
         except PatternRefused as exc:
             raise refused(f"the expression of {field} {exc}.") from exc
-        if found is (field == "target_modules"):
-            self._checked.add(shape)
-        return found
 
     def _in_layers(self, path: str) -> bool:
         if self.layers is None:
@@ -151,14 +148,15 @@ def parse_config(text: Buffer) -> PeftConfig:
     layers = _indices(raw.get("layers_to_transform"))
     if isinstance(raw.get("target_modules"), str) and layers is not None:
         raise refused("layers_to_transform cannot go with a target_modules that is one string.")
+    budget = Budget()
     return PeftConfig(
         rank=_count("r", raw.get("r", 8)),  # 8 and 8 are PEFT's defaults
         alpha=_number("lora_alpha", raw.get("lora_alpha", 8)),
         use_rslora=_flag(raw, "use_rslora"),
-        rank_pattern=_table(raw, "rank_pattern", _count),
-        alpha_pattern=_table(raw, "alpha_pattern", _number),
-        target_modules=_names(raw, "target_modules"),
-        exclude_modules=_names(raw, "exclude_modules") or frozenset(),
+        rank_pattern=_table(raw, "rank_pattern", budget, _count),
+        alpha_pattern=_table(raw, "alpha_pattern", budget, _number),
+        target_modules=_names(raw, "target_modules", budget),
+        exclude_modules=_names(raw, "exclude_modules", budget) or frozenset(),
         layers=layers,
         layers_pattern=_layers_pattern(raw.get("layers_pattern")),
         target_parameters=_strings("target_parameters", raw.get("target_parameters")),
@@ -219,40 +217,43 @@ def _flag(raw: Mapping[str, object], field: str) -> bool:
     return bool(value)
 
 
-def _table(raw: Mapping[str, object], field: str, read: Callable[[str, object], float]) -> PatternTable:
+def _table(raw: Mapping[str, object], field: str, budget: Budget, read: Callable[[str, object], float]) -> PatternTable:
     value = raw.get(field) or {}
     if not isinstance(value, dict):
         raise refused(f"{field} must be an object, not {value!r:.60}.")
-    plain, patterns = dict[str, tuple[int, float]](), list[tuple[Pattern, tuple[int, float]]]()
+    plain, patterns = dict[int, dict[tuple[int, ...], dict[str, Hit]]](), list[tuple[Pattern, Hit]]()
     for order, (key, number) in enumerate(value.items()):
         hit = (order, read(f"{field}[{printable(key)}]", number))
         if _PLAIN.issuperset(key):
-            plain[key] = hit
+            shapes = plain.setdefault(len(key), {})
+            shapes.setdefault(tuple(i for i, character in enumerate(key) if character == "."), {})[key] = hit
+            if len(shapes) > _MAX_SHAPES:
+                raise refused(
+                    f"{field} has keys of {len(key)} characters with dots in more than {_MAX_SHAPES} different places."
+                )
         else:
-            patterns.append((_pattern(field, key), hit))
+            # The text is that of PEFT's `get_pattern_key`.
+            patterns.append((_pattern(field, rf"(.*\.)?({key})$", budget, shown=key), hit))
         if len(patterns) > _MAX_PATTERNS:
             raise refused(f"{field} has more than {_MAX_PATTERNS} keys that are expressions.")
     return PatternTable(plain, tuple(patterns))
 
 
-def _pattern(field: str, text: str) -> Pattern:
+def _pattern(field: str, text: str, budget: Budget, *, shown: str) -> Pattern:
     try:
-        return Pattern(text)
+        return Pattern(text, budget)
     except PatternRefused as exc:
-        raise refused(f"the expression {printable(text)} of {field} {exc}.") from exc
+        raise refused(f"the expression {printable(shown)} of {field} {exc}.") from exc
 
 
-def _names(raw: Mapping[str, object], field: str) -> Names | None:
-    """None when nothing can be checked: no value, `all-linear`, or an expression beyond what is matched here."""
+def _names(raw: Mapping[str, object], field: str, budget: Budget) -> Names | None:
+    """None when there is nothing to check: no value, or `all-linear`."""
     value = raw.get(field)
     if not isinstance(value, str):
         return None if value is None else _strings(field, value)
     if value.lower() == _ALL_LINEAR:
         return None
-    try:
-        return Pattern(value)
-    except PatternRefused:
-        return None
+    return _pattern(field, value, budget, shown=value)
 
 
 def _strings(field: str, value: object) -> frozenset[str]:
@@ -284,3 +285,12 @@ def _ends(path: str) -> Iterator[str]:
     while start >= 0:
         yield path[start + 1 :]
         start = path.find(".", start + 1)
+
+
+def _with_dots(path: str, dots: tuple[int, ...]) -> str:
+    """The path with dots at these places of it."""
+    pieces, end = list[str](), 0
+    for dot in dots:
+        pieces.append(path[end:dot])
+        end = dot + 1
+    return ".".join((*pieces, path[end:]))
