@@ -57,9 +57,30 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTensor:
+    """A tensor in host memory: `data` holds `shape` values of the numpy type `dtype`, in C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt: its `length` tokens begin at `start`. `tensors`: what the model's vision tower takes of it,
+    by argument. Caches are keyed by `digest`, which tells images apart that the model can tell apart.
+    """
+
+    start: int
+    length: int
+    digest: str
+    tensors: Mapping[str, HostTensor]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation. `tenant` is whom it is accounted to: waiting requests are served fairly across tenants and
-    adapters.
+    adapters. `images`: those of the prompt, in its order.
     """
 
     request_id: str
@@ -67,6 +88,7 @@ class GenerateRequest:
     sampling: SamplingParams
     adapter: Adapter | None = None
     tenant: str = ""
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

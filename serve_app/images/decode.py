@@ -1,0 +1,88 @@
+"""An image file to pixels: four formats, bounded before anything is decoded, and always RGB.
+
+Orientation is applied, transparency lies on white, an animation is its first frame. Pillow may use these four
+decoders only, since others allocate before they look: a BLP of 284 bytes takes 650 MB.
+"""
+
+import io
+import struct
+import warnings
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
+MEDIA_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/gif": "GIF", "image/webp": "WEBP"}
+_NAMES = {"PNG": "PNG", "JPEG": "JPEG", "GIF": "GIF", "WEBP": "WebP"}
+_TAKEN = "PNG, JPEG, GIF or WebP"
+# What Pillow's decoders raise on bytes that are at fault.
+_FAULTS = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, struct.error, zlib.error)
+
+
+class ImageRefused(ValueError):
+    """The image cannot be used; the message is for the caller and begins with what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Bounds of one image. `pixels` and `side` are judged from the header, before anything is decoded."""
+
+    bytes: int = 20 * 2**20
+    pixels: int = 32 * 2**20
+    side: int = 16_384
+
+
+def decode(content: bytes, limits: ImageLimits, declared: str | None = None) -> Image.Image:
+    """RGB pixels. `declared`: the media type that came with the content. Raises `ImageRefused`."""
+    if len(content) > limits.bytes:
+        raise ImageRefused(f"must have at most {limits.bytes} bytes, got {len(content)}")
+    if not content:
+        raise ImageRefused("must not be empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a bomb is judged by the limits, odd metadata not at all
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                _check(image, limits, declared)
+                return _to_rgb(image)
+    except ImageRefused:
+        raise
+    except Image.DecompressionBombError as exc:
+        raise ImageRefused(f"must have at most {limits.pixels} pixels") from exc
+    except UnidentifiedImageError as exc:
+        raise ImageRefused(f"must be a {_TAKEN} image; its bytes are none of these") from exc
+    except (*_FAULTS, MemoryError) as exc:
+        raise ImageRefused("is damaged: its pixels cannot be decoded") from exc
+
+
+def _check(image: Image.Image, limits: ImageLimits, declared: str | None) -> None:
+    assert image.format is not None
+    if declared is not None and MEDIA_TYPES[declared] != image.format:
+        raise ImageRefused(f"is declared as {declared}, but its bytes are {_NAMES[image.format]}")
+    width, height = image.size
+    if max(width, height) > limits.side:
+        raise ImageRefused(f"must have at most {limits.side} pixels a side, got {width} x {height}")
+    if width * height > limits.pixels:
+        raise ImageRefused(f"must have at most {limits.pixels} pixels, got {width} x {height} = {width * height}")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    image.seek(0)
+    image.load()
+    oriented = _oriented(image)
+    if oriented.mode.startswith("I"):  # 16 bits a pixel: convert() would cut, not scale
+        oriented = Image.fromarray((np.asarray(oriented, dtype=np.uint32) // 257).astype(np.uint8))
+    if oriented.has_transparency_data:
+        layer = oriented.convert("RGBA")
+        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return oriented.convert("RGB")
+
+
+def _oriented(image: Image.Image) -> Image.Image:
+    """Turned as its EXIF data says; as it lies where that cannot be read."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except _FAULTS:
+        return image

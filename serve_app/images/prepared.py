@@ -1,0 +1,66 @@
+"""An image as the model takes it: values that travel from the preprocessing to a model replica."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from engines.protocol import HostTensor, PromptImage
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """`token_ids`: what stands in a prompt in place of the image, its frame included. `tensors`: what the model's
+    vision tower takes, by argument. `digest`: of both; equal for images that the model cannot tell apart.
+    """
+
+    token_ids: tuple[int, ...]
+    tensors: Mapping[str, HostTensor]
+    digest: str
+
+    @classmethod
+    def of(cls, token_ids: tuple[int, ...], tensors: Mapping[str, HostTensor]) -> "PreparedImage":
+        content = blake2b(repr(token_ids).encode(), digest_size=_DIGEST_BYTES)
+        for name, tensor in sorted(tensors.items()):
+            content.update(repr((name, tensor.dtype, tensor.shape)).encode())
+            content.update(tensor.data)
+        return cls(token_ids, tensors, content.hexdigest())
+
+    def at(self, start: int, length: int) -> PromptImage:
+        return PromptImage(start, length, self.digest, self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """How a model marks images. `placeholder_id`: the token that its chat template writes for one. `start_id`,
+    `end_id`: the special tokens that stand right before and right after an image's own tokens; None for none.
+    """
+
+    placeholder_id: int
+    start_id: int | None
+    end_id: int | None
+
+    def inner(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """An image's token ids without its frame, where that is a part of them."""
+        first, last = 0, len(token_ids)
+        if self.start_id in token_ids:
+            first = token_ids.index(self.start_id) + 1
+        if self.end_id in token_ids[first:]:
+            last = len(token_ids) - 1 - token_ids[::-1].index(self.end_id)
+        return token_ids[first:last]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why one image of a request cannot be used: the end of a sentence that begins with its place."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImages:
+    """The images of one request, in its order; `frame`: of the model that they were prepared for."""
+
+    frame: Frame
+    images: tuple[PreparedImage | Refusal, ...]

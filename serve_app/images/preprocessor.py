@@ -1,0 +1,112 @@
+"""The work of the image preprocessing deployment: URLs of one request to prepared images, on threads of its own."""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from serve_app.images.data_url import ImageFile, is_data_url, parse_data_url
+from serve_app.images.decode import ImageLimits, ImageRefused, decode
+from serve_app.images.fetch import Fetcher
+from serve_app.images.prepared import PreparedImage, PreparedImages, Refusal
+from serve_app.images.processor import ModelProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOrder:
+    """The images of one request, for one model. `fetch`: whether `https://` URLs may be followed."""
+
+    source: str
+    revision: str | None
+    urls: tuple[str, ...]
+    limits: ImageLimits
+    fetch: bool = False
+
+
+class Preprocessor:
+    """Decodes, resizes and tiles as each model's own processor does. `close` it.
+
+    An image that was prepared lately is not prepared again: a conversation sends its images with every turn.
+    """
+
+    def __init__(self, *, threads: int, cache_bytes: int, fetcher: Fetcher | None = None) -> None:
+        """`cache_bytes`: of prepared images that are kept."""
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="image")
+        self._fetcher = fetcher or Fetcher()
+        self._processors: dict[tuple[str, str | None], ModelProcessor] = {}
+        self._loading = threading.Lock()
+        self._cache = _Cache(cache_bytes)
+
+    async def prepare(self, order: ImageOrder) -> PreparedImages:
+        """All images of the order, each prepared or refused. Raises `ConfigRefused` if the model takes no images."""
+        loop = asyncio.get_running_loop()
+        processor = await loop.run_in_executor(self._pool, self._processor, order.source, order.revision)
+        images = await asyncio.gather(*(self._image(url, order, processor) for url in order.urls))
+        return PreparedImages(processor.frame, tuple(images))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _image(self, url: str, order: ImageOrder, processor: ModelProcessor) -> PreparedImage | Refusal:
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            if is_data_url(url):
+                return await run(self._pool, self._from_data_url, url, order, processor)
+            if not order.fetch:
+                raise ImageRefused('must be a data URL, "data:image/png;base64,…"; this model does not fetch images')
+            file = await self._fetcher.fetch(url, order.limits.bytes)
+            return await run(self._pool, self._from_file, file, order, processor)
+        except ImageRefused as exc:
+            return Refusal(str(exc))
+
+    def _from_data_url(self, url: str, order: ImageOrder, processor: ModelProcessor) -> PreparedImage:
+        return self._from_file(parse_data_url(url, order.limits.bytes), order, processor)
+
+    def _from_file(self, file: ImageFile, order: ImageOrder, processor: ModelProcessor) -> PreparedImage:
+        key = (order.source, order.revision, file.media_type, blake2b(file.content).digest())
+        found = self._cache.get(key)
+        if found is None:
+            found = processor.prepare(decode(file.content, order.limits, file.media_type))
+            self._cache.put(key, found)
+        return found
+
+    def _processor(self, source: str, revision: str | None) -> ModelProcessor:
+        """Loaded once; meanwhile others wait."""
+        with self._loading:
+            found = self._processors.get((source, revision))
+            if found is None:
+                found = self._processors[source, revision] = ModelProcessor(source, revision)
+            return found
+
+
+class _Cache:
+    """The prepared images that were used last, within a number of bytes. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._images: OrderedDict[Sequence[object], PreparedImage] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Sequence[object]) -> PreparedImage | None:
+        with self._lock:
+            found = self._images.get(key)
+            if found is not None:
+                self._images.move_to_end(key)
+            return found
+
+    def put(self, key: Sequence[object], image: PreparedImage) -> None:
+        with self._lock:
+            if key not in self._images:
+                self._images[key] = image
+                self._num_bytes += _num_bytes(image)
+            while self._num_bytes > self._max_bytes:
+                _, dropped = self._images.popitem(last=False)
+                self._num_bytes -= _num_bytes(dropped)
+
+
+def _num_bytes(image: PreparedImage) -> int:
+    return sum(len(tensor.data) for tensor in image.tensors.values())
