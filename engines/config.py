@@ -44,6 +44,7 @@ class EngineConfig:
     max_step_tokens: int = 1024
     max_step_tokens_decoding: int = 256
     prefill_ratio: float = 1.5
+    image_cache_bytes: int = 256 << 20
     max_adapters: int = 256
     max_adapter_rank: int = 64
     adapter_bytes: int = 4 << 30
@@ -98,6 +99,7 @@ _POSITIVE = (
     "max_step_tokens",
     "max_step_tokens_decoding",
     "prefill_ratio",
+    "image_cache_bytes",
     "max_adapters",
     "max_adapter_rank",
     "adapter_bytes",

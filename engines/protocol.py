@@ -143,6 +143,7 @@ class ModelFacts:
     vocab_size: int
     context_length: int
     kv_capacity_tokens: int
+    takes_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)

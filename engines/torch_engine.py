@@ -235,11 +235,12 @@ def _put_together(
         max_step_tokens=config.max_step_tokens,
         max_step_tokens_decoding=config.max_step_tokens_decoding,
         prefix_cache=config.prefix_cache and not model.has_states,
+        whole_images=model.whole_images,
     )
     pace = PrefillPace(config.max_step_tokens_decoding, config.prefill_ratio)
     loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end, pace))
     capacity = (model.num_blocks - 1) * config.block_size
-    facts = ModelFacts(model.vocab_size, model.context_length, capacity)
+    facts = ModelFacts(model.vocab_size, model.context_length, capacity, model.takes_images)
     return _Parts(loops[0], adapters, pool, facts, model.threads, group)
 
 

@@ -4,6 +4,7 @@ On the CPU gathering blocks and packing the query heads of a KV head as rows was
 single slots.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +21,14 @@ class Span:
     """The tokens of one sequence in the batch: rows `start` … `start` + `length` - 1.
 
     `kv_len` counts the sequence's tokens once these are computed, `block_table` [blocks] int64 says where they lie.
+    `images`: first and last + 1 position of each image whose tokens see each other in both directions.
     """
 
     start: int
     length: int
     kv_len: int
     block_table: torch.Tensor
+    images: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,11 @@ class _Layout:
 
 
 class SdpaBackend:
-    def __init__(self, cache: KVCache) -> None:
+    """`whole_images`: the tokens of an image see each other in both directions."""
+
+    def __init__(self, cache: KVCache, *, whole_images: bool = False) -> None:
         self._cache = cache
+        self._whole_images = whole_images
         self._layout: _Layout | None = None
 
     def attend(
@@ -58,7 +64,7 @@ class SdpaBackend:
         out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         layout = self._layout
         if layout is None or layout.batch is not batch:
-            layout = self._layout = _lay_out(batch, self._cache.block_size)
+            layout = self._layout = _lay_out(batch, self._cache.block_size, whole_images=self._whole_images)
         if layout.decode is not None:
             n = layout.decode.kv_lens.shape[0]
             out[:n] = _decode(q[:n], keys, values, attention, layout.decode)
@@ -67,18 +73,20 @@ class SdpaBackend:
             # [blocks, block_size, kv_heads, dim] -> [S, kv_heads, dim]
             k = keys.index_select(0, span.block_table).flatten(0, 1)
             v = values.index_select(0, span.block_table).flatten(0, 1)
-            out[rows] = attend_span(q[rows], k, v, span.kv_len - span.length, attention)
+            out[rows] = attend_span(q[rows], k, v, span.kv_len - span.length, attention, span.images)
         return out
 
 
-def _lay_out(batch: StepBatch, block_size: int) -> _Layout:
+def _lay_out(batch: StepBatch, block_size: int, *, whole_images: bool) -> _Layout:
     """One-token rows come first in a batch."""
     device = batch.token_ids.device
     rows = [chunk for chunk in batch.chunks if chunk.length == 1]
     start, spans = len(rows), []
     for chunk in batch.chunks[len(rows) :]:
         table = torch.tensor(chunk.block_table(block_size), device=device)
-        spans.append(Span(start, chunk.length, chunk.end, table))
+        images = chunk.sequence.request.images if whole_images else ()
+        places = tuple((image.start, image.start + image.length) for image in images)
+        spans.append(Span(start, chunk.length, chunk.end, table, places))
         start += chunk.length
     return _Layout(batch, _decode_rows(rows, block_size, device) if rows else None, tuple(spans))
 
@@ -107,9 +115,16 @@ def _decode(
     return _masked(q, k, v, mask[:, None, None], attention).reshape(n, heads, -1)
 
 
-def attend_span(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, attention: Attention) -> torch.Tensor:
+def attend_span(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: int,
+    attention: Attention,
+    images: Sequence[tuple[int, int]] = (),
+) -> torch.Tensor:
     """Consecutive tokens of one sequence, from position `first`: q [length, heads, k_dim], k and v [S, kv_heads, dim]
-    from position 0 -> [length, heads, v_dim].
+    from position 0 -> [length, heads, v_dim]. `images`: as of `Span`.
     """
     length, heads, k_dim = q.shape
     kv_heads = k.shape[1]
@@ -117,6 +132,8 @@ def attend_span(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, a
     mine = torch.arange(first, first + length, device=q.device)[:, None]
     theirs = torch.arange(k.shape[0], device=q.device)
     mask = theirs <= mine
+    for start, end in images:
+        mask |= (start <= mine) & (mine < end) & (start <= theirs) & (theirs < end)
     if attention.window:
         mask &= theirs > mine - attention.window
     # The query heads of one KV head become rows of one matrix: [1, kv_heads, group * length, k_dim].

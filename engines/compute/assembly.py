@@ -26,13 +26,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AssembledModel:
-    """`targets`: what adapters may change. `has_states`: as of `PagedModel`. `num_blocks`: of the KV cache, the trash
+    """`targets`: what adapters may change. `has_states`, `whole_images`: as of `PagedModel`. `num_blocks`: of the KV cache, the trash
     block included. `threads`: for torch, on the thread that computes.
     """
 
     runner: ModelRunner
     targets: LoraTargets
     has_states: bool
+    takes_images: bool
+    whole_images: bool
     vocab_size: int
     context_length: int
     num_blocks: int
@@ -60,7 +62,15 @@ def assemble_model(config: EngineConfig, candidates: Candidates = candidate_path
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)  # another thread computes from here on
     return AssembledModel(
-        runner, model.targets, model.has_states, loaded.vocab_size, context_length, num_blocks, threads
+        runner=runner,
+        targets=model.targets,
+        has_states=model.has_states,
+        takes_images=model.vision is not None,
+        whole_images=model.whole_images,
+        vocab_size=loaded.vocab_size,
+        context_length=context_length,
+        num_blocks=num_blocks,
+        threads=threads,
     )
 
 

@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from engines.attention.sdpa import SdpaBackend
 from engines.compute.exact_path import ExactPath
 from engines.compute.native_path import NativePath
 from engines.compute.paged_model import PagedModel
@@ -25,6 +27,9 @@ def candidate_paths(model: PagedModel, config: EngineConfig, *, threads: int) ->
     """The fastest first. Each is built when it is asked for, which is when those before it have failed: one may change
     the model. `threads`: of the C kernels. Raises `ModelRefused` where what the configuration demands cannot be had.
     """
+    if model.whole_images:
+        yield _whole_image_path(model, config)
+        return
     if _wants_triton(config, model.loaded.device):
         yield from _triton_paths(model, config)
         if config.attention != "auto":
@@ -36,6 +41,16 @@ def candidate_paths(model: PagedModel, config: EngineConfig, *, threads: int) ->
             yield native
             return  # there are no layers left for others
     yield _torch_path(model, config)
+
+
+def _whole_image_path(model: PagedModel, config: EngineConfig) -> PlainPath:
+    """The one backend that lets the tokens of an image see each other."""
+    if config.attention not in ("auto", "sdpa"):
+        raise ModelRefused(
+            f"attention = {config.attention!r} is not possible for {model.loaded.config.model_type}: the tokens of an "
+            "image see each other in both directions."
+        )
+    return PlainPath(model, config.block_size, partial(SdpaBackend, whole_images=True))
 
 
 def _wants_triton(config: EngineConfig, device: torch.device) -> bool:
@@ -58,6 +73,8 @@ def _triton_paths(model: PagedModel, config: EngineConfig) -> Iterator[ComputePa
 def _native_path(model: PagedModel, config: EngineConfig, threads: int) -> NativePath | None:
     """None when torch's layers are kept, and why is logged."""
     try:
+        if model.vision is not None:
+            raise Unsupported("the model has a vision tower")
         parts = read_structure(model.loaded, dict(model.attention))
         library = Library(library_path(Path(config.kernel_cache).expanduser()))
     except (Unsupported, BuildFailed, OSError) as exc:

@@ -21,6 +21,7 @@ from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.tensors.batch import PROBE_TOKENS, StepBatch, build_batch
 from engines.tensors.kv_cache import LayerShape
+from engines.vision.front_end import VisionFrontEnd, language_model_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class PagedModel:
     `adaptable`: modules that can be adapted row by row. `shapes`, `attention`: what each layer caches and asks for.
     `has_states`: whether layers carry a state from token to token, which rules out a prefix cache; `state_bytes`: what
     a running sequence takes for it beside its blocks. `shards`: which part of the model this is, if not all of it.
+    `vision`: what puts images into its rows, if it takes any.
     """
 
     loaded: LoadedModel
@@ -43,6 +45,7 @@ class PagedModel:
     has_states: bool
     state_bytes: int
     shards: Shards | None
+    vision: VisionFrontEnd | None
 
     @classmethod
     def of(cls, loaded: LoadedModel, config: EngineConfig, shards: Shards | None = None) -> Self:
@@ -51,7 +54,11 @@ class PagedModel:
         """
         register()
         targets = LoraTargets.of(loaded.model)
-        loaded.model.set_attn_implementation(NAME)
+        language_model = language_model_of(loaded.model)
+        (loaded.model if language_model is None else language_model).set_attn_implementation(NAME)
+        vision = None
+        if language_model is not None:
+            vision = VisionFrontEnd(loaded.model, loaded.device, loaded.dtype, cache_bytes=config.image_cache_bytes)
         context = AdapterContext()
         has_states = bool(split_by_sequence(loaded.model, loaded.config, context.narrowed))
         if has_states:
@@ -76,7 +83,13 @@ class PagedModel:
             has_states=has_states,
             state_bytes=state_bytes(chunk.sequence),
             shards=shards,
+            vision=vision,
         )
+
+    @property
+    def whole_images(self) -> bool:
+        """Whether the tokens of an image see each other in both directions, and so are computed in one step."""
+        return self.vision is not None and self.vision.whole_images
 
     def adapter_modules(self) -> AdapterModules:
         return AdapterModules(
@@ -90,7 +103,11 @@ class PagedModel:
         )
 
     def compute(self, batch: StepBatch, logit_rows: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
-        """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward."""
+        """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward. Images whose
+        rows are in the batch are encoded first.
+        """
+        if self.vision is not None:
+            self.vision.prepare(batch)
         return _run(self.loaded.model, batch, logit_rows, backend)
 
 

@@ -43,6 +43,8 @@ class RecordedPath:
         return self._path.forward(batch)
 
     def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
-        if any(chunk.length != 1 for chunk in chunks) or not self._path.runs_by_row(chunks):
+        if any(chunk.length != 1 or chunk.sequence.request.images for chunk in chunks):
+            return None  # what stands behind an image has positions of its own
+        if not self._path.runs_by_row(chunks):
             return None
         return self._graphs.run(chunks, carried)

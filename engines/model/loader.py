@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GgufConfig
 from transformers.distributed import DistributedConfig
 
 from engines.attention import recurrent
@@ -52,7 +52,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
             options["quantization_config"] = GgufConfig(dequantize=True)
         dtype = _dtype(config, hf_config)
         logger.info("loading %s as %s on %s", config.source, dtype, device)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+        loader = AutoModelForImageTextToText if takes_images(hf_config, config) else AutoModelForCausalLM
+        model = loader.from_pretrained(folder, dtype=dtype, **options).eval()
         if config.tensor_parallel == 1:  # else each process' part lies on its device
             model = model.to(device)
     except (OSError, ValueError, KeyError) as exc:
@@ -60,6 +61,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model.requires_grad_(False)
     text = model.config.get_text_config()
     return LoadedModel(model, text, device, dtype, _vocab_size(model), _context_length(text))
+
+
+def takes_images(hf_config: Any, config: EngineConfig) -> bool:
+    """Whether the model is served with its vision tower. Exact and tensor-parallel engines serve its text alone."""
+    has_tower = getattr(hf_config, "vision_config", None) is not None
+    return has_tower and not config.exact and config.tensor_parallel == 1
 
 
 def split_gguf(source: str) -> tuple[str, str | None]:

@@ -90,8 +90,11 @@ class Scheduler:
         max_step_tokens: int,
         max_step_tokens_decoding: int,
         prefix_cache: bool,
+        whole_images: bool = False,
     ) -> None:
+        """`whole_images`: all tokens of an image are computed in one step, however many a step should have."""
         self._pool = pool
+        self._whole_images = whole_images
         self._slots = slots
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
@@ -128,7 +131,7 @@ class Scheduler:
                 self._add(plan.prefill, sequence, budget)
         while budget.tokens and (admitted := self._admit_next()):
             self._add(plan.decode if admitted.num_pending == 1 else plan.prefill, admitted, budget)
-        _use_up(plan.prefill, budget)
+        self._use_up(plan.prefill, budget)
         return plan
 
     def plan_ahead(self, drawn: Sequence[Chunk]) -> list[tuple[int, Chunk]]:
@@ -184,9 +187,22 @@ class Scheduler:
         if sequence.scores_prompt:
             length = min(length, budget.scored_tokens)
             budget.scored_tokens -= length
-        budget.tokens -= length
+        if length:
+            length = self._image_bound(sequence, sequence.num_computed + length) - sequence.num_computed
+        budget.tokens = max(0, budget.tokens - length)
         if length:
             chunks.append(Chunk(sequence, sequence.num_computed, length))
+
+    def _image_bound(self, sequence: TokenSequence, end: int) -> int:
+        """Where a chunk that would end here ends instead, so that no image is cut: before the image or, if the chunk
+        would be empty then, behind it.
+        """
+        if not self._whole_images:
+            return end
+        for image in sequence.request.images:
+            if image.start < end < image.start + image.length:
+                return image.start if image.start > sequence.num_computed else image.start + image.length
+        return end
 
     def _prefill_beside_decoding(self) -> int:
         most = self._max_step_tokens_decoding
@@ -315,15 +331,16 @@ class Scheduler:
             self._slots.unpin(sequence.slot)
             sequence.slot = NO_SLOT
 
+    def _use_up(self, chunks: list[Chunk], budget: _Budget) -> None:
+        """Give what nobody took to the prompts that go on, oldest first."""
+        for index, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            more = min(budget.tokens, len(sequence.token_ids) - chunk.end)
+            if more and not sequence.scores_prompt:
+                more = self._image_bound(sequence, chunk.end + more) - chunk.end
+                budget.tokens = max(0, budget.tokens - more)
+                chunks[index] = Chunk(sequence, chunk.start, chunk.length + more)
+
     def _forget_tried(self) -> None:
         self._lack_slots.clear()
         self._lacks_memory = None
-
-
-def _use_up(chunks: list[Chunk], budget: _Budget) -> None:
-    """Give what nobody took to the prompts that go on, oldest first."""
-    for index, chunk in enumerate(chunks):
-        more = min(budget.tokens, len(chunk.sequence.token_ids) - chunk.end)
-        if more and not chunk.sequence.scores_prompt:
-            budget.tokens -= more
-            chunks[index] = Chunk(chunk.sequence, chunk.start, chunk.length + more)

@@ -21,8 +21,8 @@ class TokenSequence:
     blocks, as far as it was needed. After a preemption `num_computed` is 0 again and the sampled tokens are computed
     anew like a prompt. `num_charged`: how many of the tokens its tenant was charged for. `bypassed`: how many others
     were admitted while it waited for an adapter slot. `states`: what layers that carry a state keep of it, by layer and
-    position; the model runner's. `num_kept`: among how many tokens truncation left its last draw, 0 for none: the
-    sampler's.
+    position; `rope`: the prompt's rotary positions, where its images have several axes; both are the model runner's.
+    `num_kept`: among how many tokens truncation left its last draw, 0 for none: the sampler's.
     """
 
     request: GenerateRequest
@@ -43,6 +43,7 @@ class TokenSequence:
     bypassed: int = 0
     states: dict[int, dict[int, Any]] = field(default_factory=dict)
     num_kept: int = 0
+    rope: Any = None
 
     @classmethod
     def of(cls, request: GenerateRequest, sink: OutputSink) -> "TokenSequence":
@@ -76,8 +77,14 @@ class TokenSequence:
         while len(self.prefix_hashes) < num_blocks:
             start = len(self.prefix_hashes) * block_size
             parent = self.prefix_hashes[-1] if self.prefix_hashes else salt_hash(self.adapter_digest)
-            self.prefix_hashes.append(prefix_hash(parent, self.token_ids[start : start + block_size]))
+            end = start + block_size
+            self.prefix_hashes.append(prefix_hash(parent, self.token_ids[start:end], self._image_salt(start, end)))
         return self.prefix_hashes[:num_blocks]
+
+    def _image_salt(self, start: int, end: int) -> str:
+        """What tells the images apart that have tokens in these places: the tokens themselves are all the same."""
+        inside = [image for image in self.request.images if image.start < end and start < image.start + image.length]
+        return "".join(f"{image.start - start}:{image.digest};" for image in inside)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

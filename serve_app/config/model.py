@@ -117,6 +117,7 @@ class ModelArgs(_Section):
     max_step_tokens: Count = 1024
     max_step_tokens_decoding: Count = 256
     prefill_ratio: Annotated[float, Field(gt=0, le=1000, strict=False)] = 1.5
+    image_cache_bytes: Bytes = 256 << 20
     max_adapters: Count = 256
     max_adapter_rank: Count = 64
     adapter_bytes: Bytes = 4 << 30

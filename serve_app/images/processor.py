@@ -93,7 +93,7 @@ def _image_half(source: str, revision: str | None, config: Mapping[str, Any]) ->
     if kind is None:
         raise ConfigRefused(f"transformers has no image processor for the model {source!r}.")
 
-    class ImageHalf(kind):  # type: ignore[misc, valid-type]
+    class ImageHalf(kind):  # type: ignore[misc]
         """Loads two of the parts; the others stay None."""
 
         @classmethod

@@ -1,0 +1,49 @@
+"""What the vision tower made of an image, kept for the next request with the same image."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """`rows` [n] int64: which of the image's tokens are features of the tower, the others are ordinary tokens. `embeds`
+    [n, hidden]: what the language model gets in place of their embeddings. `deepstack`: for its first layers each, what
+    is added to their outputs, [n, hidden].
+    """
+
+    rows: torch.Tensor
+    embeds: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.rows, self.embeds, *self.deepstack))
+
+
+class FeatureCache:
+    """Features by the image's digest, least recently used dropped first. Holds at least the last one."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._features: OrderedDict[str, ImageFeatures] = OrderedDict()
+        self.hits = 0
+        self.misses = 0
+
+    def get(self, digest: str, encode: Callable[[], ImageFeatures]) -> ImageFeatures:
+        """Raises what `encode` raises."""
+        found = self._features.get(digest)
+        if found is not None:
+            self.hits += 1
+            self._features.move_to_end(digest)
+            return found
+        self.misses += 1
+        features = self._features[digest] = encode()
+        self._num_bytes += features.num_bytes
+        while self._num_bytes > self._max_bytes and len(self._features) > 1:
+            _, dropped = self._features.popitem(last=False)
+            self._num_bytes -= dropped.num_bytes
+        return features

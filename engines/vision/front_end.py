@@ -1,0 +1,206 @@
+"""One front end for all vision models of transformers: what a model would hand to its language model is recorded once
+per image and put into the rows of a step.
+
+An image is encoded by the model's own forward on the image's tokens alone, with a hook where its language model begins.
+So merging features, scaling embeddings and deepstack are the model's own code, whatever the family. The rows then go
+through the same language model, chunk by chunk, on the paged cache.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from engines.errors import ModelRefused
+from engines.planning.scheduler import Chunk
+from engines.planning.sequence import TokenSequence
+from engines.protocol import HostTensor, PromptImage
+from engines.tensors.batch import StepBatch
+from engines.tensors.transfer import to_device
+from engines.vision.features import FeatureCache, ImageFeatures
+
+_LANGUAGE_MODELS = ("language_model", "text_model")
+
+
+def language_model_of(model: Any) -> Any | None:
+    """The language model inside a vision model; None in a model of text alone."""
+    inner = getattr(model, "model", None)
+    return next((found for name in _LANGUAGE_MODELS if (found := getattr(inner, name, None)) is not None), None)
+
+
+class VisionFrontEnd:
+    """Owns the hook in front of the language model. One thread at a time. `whole_images`: the tokens of an image see
+    each other in both directions (Gemma 3), which its model is told by the types of the tokens.
+    """
+
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype, *, cache_bytes: int) -> None:
+        """Raises `ModelRefused` for a vision model that does not name the token of an image."""
+        language_model = language_model_of(model)
+        assert language_model is not None
+        self._inner = model.model
+        self._device = device
+        self._dtype = dtype
+        self._feature_id = _feature_id(model.config)
+        self._takes = inspect.signature(self._inner.forward).parameters.keys()
+        self.whole_images = "token_type_ids" in self._takes
+        self._has_rope_index = hasattr(self._inner, "get_rope_index")
+        self.cache = FeatureCache(cache_bytes)
+        self._is_recording = False
+        self._step: dict[str, Any] | None = None
+        language_model.register_forward_pre_hook(self._before_language_model, with_kwargs=True)
+
+    def prepare(self, batch: StepBatch) -> None:
+        """Encode the images whose rows are in the batch, if they are not encoded yet, and have the next forward use
+        them. Raises whatever the tower raises.
+        """
+        self._step = None
+        if not any(chunk.sequence.request.images for chunk in batch.chunks):
+            return
+        rows: list[torch.Tensor] = []
+        parts: list[tuple[ImageFeatures, torch.Tensor]] = []
+        for row, chunk, image in _overlaps(batch):
+            features = self._features(chunk.sequence, image)
+            places = features.rows + image.start
+            mine = (places >= chunk.start) & (places < chunk.end)
+            rows.append(places[mine] - chunk.start + row)
+            parts.append((features, mine))
+        self._step = self._positions(batch)
+        if rows:
+            self._step |= {"rows": torch.cat(rows), "parts": parts}
+
+    def _features(self, sequence: TokenSequence, image: PromptImage) -> ImageFeatures:
+        token_ids = sequence.token_ids[image.start : image.start + image.length]
+        return self.cache.get(image.digest, lambda: self._encode(token_ids, image.tensors))
+
+    def _encode(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> ImageFeatures:
+        ids = to_device([token_ids], self._device)
+        is_feature = ids[0] == self._feature_id
+        inputs = {name: self._tensor(tensor) for name, tensor in tensors.items() if name in self._takes}
+        recorded = self._record(ids, self._types(ids) | inputs)
+        return ImageFeatures(
+            rows=is_feature.nonzero()[:, 0],
+            embeds=recorded["inputs_embeds"][0][is_feature],
+            deepstack=tuple(recorded.get("deepstack_visual_embeds") or ()),
+        )
+
+    def _record(self, ids: torch.Tensor, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the model hands to its language model for these tokens."""
+        self._is_recording = True
+        self._forget_positions()
+        try:
+            self._inner(input_ids=ids, use_cache=False, **inputs)
+        except _Recorded as exc:
+            return exc.inputs
+        finally:
+            self._is_recording = False
+            self._forget_positions()
+        raise AssertionError("the model ended without its language model")
+
+    def _forget_positions(self) -> None:
+        """What some models keep of their last prompt, on the module."""
+        if hasattr(self._inner, "rope_deltas"):
+            self._inner.rope_deltas = None
+
+    def _types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        if "mm_token_type_ids" not in self._takes:
+            return {}
+        return {"mm_token_type_ids": (ids == self._feature_id).int()}
+
+    def _tensor(self, tensor: HostTensor) -> torch.Tensor:
+        array = np.frombuffer(bytearray(tensor.data), dtype=np.dtype(tensor.dtype)).reshape(tensor.shape)
+        found = torch.from_numpy(array).to(self._device)
+        return found.to(self._dtype) if found.is_floating_point() else found
+
+    def _positions(self, batch: StepBatch) -> dict[str, Any]:
+        """[axes, 1, T] where the model gives the tokens of an image positions of several axes; else nothing."""
+        if not self._has_rope_index:
+            return {}
+        columns = [self._chunk_positions(chunk) for chunk in batch.chunks]
+        axes = max(column.shape[0] for column in columns)
+        filler = batch.positions.shape[0] - sum(chunk.length for chunk in batch.chunks)
+        columns.append(torch.zeros(1, filler, dtype=torch.int64, device=self._device))
+        return {"position_ids": torch.cat([column.expand(axes, -1) for column in columns], dim=1)[:, None]}
+
+    def _chunk_positions(self, chunk: Chunk) -> torch.Tensor:
+        """[axes or 1, length]."""
+        sequence = chunk.sequence
+        places = torch.arange(chunk.start, chunk.end, device=self._device)
+        if not sequence.request.images:
+            return places[None]
+        if sequence.rope is None:
+            sequence.rope = self._prompt_positions(sequence)
+        prompt, offset = sequence.rope
+        inside = prompt[:, chunk.start : chunk.end]
+        after = places[inside.shape[1] :] + offset
+        return torch.cat([inside, after.expand(prompt.shape[0], -1)], dim=1)
+
+    def _prompt_positions(self, sequence: TokenSequence) -> tuple[torch.Tensor, int]:
+        """Positions [axes, prompt] as the model gives them, and what is added to the place of each later token."""
+        ids = to_device([sequence.token_ids[: sequence.num_prompt]], self._device)
+        asked = inspect.signature(self._inner.get_rope_index).parameters.keys()
+        images = sequence.request.images
+        names = {name for image in images for name in image.tensors} & asked
+        inputs = {name: torch.cat([self._tensor(image.tensors[name]) for image in images]) for name in names}
+        positions, _ = self._inner.get_rope_index(ids, **self._types(ids), **inputs)
+        found = positions[:, 0]
+        return found, int(found.max()) + 1 - sequence.num_prompt
+
+    def _before_language_model(
+        self, module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        del module
+        if self._is_recording:
+            raise _Recorded(kwargs)
+        kwargs = kwargs | {"attention_mask": None}  # the paged cache is causal by itself
+        step = self._step
+        if step is None:
+            return args, kwargs
+        if "position_ids" in step:
+            kwargs["position_ids"] = step["position_ids"]
+        if "rows" in step:
+            kwargs |= self._merged(kwargs["inputs_embeds"], step["rows"], step["parts"])
+        return args, kwargs
+
+    def _merged(
+        self, embeds: torch.Tensor, rows: torch.Tensor, parts: list[tuple[ImageFeatures, torch.Tensor]]
+    ) -> dict[str, Any]:
+        """`embeds` [1, T, hidden] with the features in their rows."""
+        merged = embeds.clone()
+        merged[0, rows] = torch.cat([features.embeds[mine] for features, mine in parts]).to(embeds.dtype)
+        depth = max(len(features.deepstack) for features, _ in parts)
+        if not depth:
+            return {"inputs_embeds": merged}
+        is_visual = torch.zeros(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+        is_visual[0, rows] = True
+        order = torch.argsort(rows)  # the model adds to the rows in their order
+        stacked = [torch.cat([f.deepstack[layer][mine] for f, mine in parts])[order] for layer in range(depth)]
+        return {"inputs_embeds": merged, "visual_pos_masks": is_visual, "deepstack_visual_embeds": stacked}
+
+
+class _Recorded(Exception):
+    """Leaves a forward where the language model would begin, with what it was given."""
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def _overlaps(batch: StepBatch) -> Iterator[tuple[int, Chunk, PromptImage]]:
+    """(first row, chunk, image) for each image some of whose tokens are in the batch."""
+    row = 0
+    for chunk in batch.chunks:
+        for image in chunk.sequence.request.images:
+            if image.start < chunk.end and chunk.start < image.start + image.length:
+                yield row, chunk, image
+        row += chunk.length
+
+
+def _feature_id(config: Any) -> int:
+    found = getattr(config, "image_token_id", None)
+    if not isinstance(found, int):
+        found = getattr(config, "image_token_index", None)
+    if not isinstance(found, int):
+        raise ModelRefused(f"{config.model_type}: its configuration names no image_token_id.")
+    return found

@@ -1,0 +1,173 @@
+"""Prompts with images give the tokens and log-probabilities of transformers' plain forward: alone, in one batch with
+text, in chunks, from the prefix cache, after a preemption, with adapters.
+"""
+
+import inspect
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from engines.config import EngineConfig
+from engines.protocol import GenerateRequest, PromptImage, SamplingParams
+from tests.support import tiny_vision
+from tests.support.engine_harness import DrivenEngine, Result, prompt_of
+from tests.support.tiny_vision import END, IMAGE, START, TinyImage, image_for
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="vision-tests-")
+TOKENS = 8
+HYBRID = frozenset({"qwen3-5"})
+
+
+@cache
+def folder(name: str) -> Path:
+    return tiny_vision.save(name, Path(_FOLDER.name) / name)
+
+
+@cache
+def plain(name: str) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder(name)).eval()
+
+
+class VisionEngines:
+    """Engines by model and settings, closed together."""
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[str, str], DrivenEngine] = {}
+
+    def __call__(self, name: str, **settings: Any) -> DrivenEngine:
+        key = (name, repr(sorted(settings.items())))
+        if key not in self._started:
+            hard = {"threads": 1, "kv_cache_bytes": 8 << 20, "max_running": 16, "context_length": 192, **settings}
+            self._started[key] = DrivenEngine(EngineConfig(source=str(folder(name)), **hard))
+        return self._started[key]
+
+    def close(self) -> None:
+        for engine in self._started.values():
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[VisionEngines]:
+    started = VisionEngines()
+    yield started
+    started.close()
+
+
+def asking(*parts: int | TinyImage, max_tokens: int = TOKENS, **sampling: Any) -> GenerateRequest:
+    """Text of so many random tokens, and images, in their order."""
+    token_ids: list[int] = []
+    images: list[PromptImage] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, int):
+            token_ids += [20 + t % 280 for t in prompt_of(part, seed=place)]
+            continue
+        token_ids.append(START)
+        digest = repr(sorted((name, array.tobytes()) for name, array in part.tensors.items()))
+        images.append(PromptImage(len(token_ids), len(part.token_ids), digest, part.host()))
+        token_ids += [*part.token_ids, END]
+    params = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, "logprobs": 0, **sampling})
+    return GenerateRequest(f"v{next(_IDS)}", tuple(token_ids), params, images=tuple(images))
+
+
+_IDS = iter(range(1_000_000))
+
+
+@torch.inference_mode()
+def assert_plain(name: str, made: GenerateRequest, result: Result) -> None:
+    """Each token is the likeliest after those before it, by the plain forward over the whole text with its images. A
+    plain forward takes a sampled image token for an image: what comes from there on is not compared.
+    """
+    assert result.error is None
+    assert len(result.token_ids) == made.sampling.max_tokens
+    count = result.token_ids.index(IMAGE) + 1 if IMAGE in result.token_ids else len(result.token_ids)
+    assert count > 1
+    text = [*made.prompt_token_ids, *result.token_ids[: count - 1]]
+    ids = torch.tensor([text])
+    model = plain(name)
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+    takes = inspect.signature(model.model.forward).parameters
+    types = (ids == IMAGE).int()
+    inputs = {kind: types for kind in ("mm_token_type_ids", "token_type_ids") if kind in takes}
+    inputs |= {"attention_mask": torch.ones_like(ids), **_tensors(made)}
+    logits = model(input_ids=ids, use_cache=False, **inputs).logits
+    rows = torch.log_softmax(logits[0].float(), dim=-1)[len(made.prompt_token_ids) - 1 :]
+    own = rows[torch.arange(count), result.token_ids[:count]]
+    assert (rows.amax(dim=-1) - own).max() < 1e-4
+    assert [score.logprob for score in result.logprobs[:count]] == pytest.approx(own.tolist(), abs=3e-4)
+
+
+def _tensors(made: GenerateRequest) -> dict[str, torch.Tensor]:
+    """All images of a request as one call of the model takes them."""
+    if not made.images:
+        return {}
+    host = [{name: _torch(tensor) for name, tensor in image.tensors.items()} for image in made.images]
+    names = host[0].keys()
+    has_tiles = "pixel_attention_mask" in names  # those of all images stand in one row
+    return {name: torch.cat([h[name] for h in host], dim=int(has_tiles)) for name in names}
+
+
+def _torch(tensor: Any) -> torch.Tensor:
+    found = torch.frombuffer(bytearray(tensor.data), dtype={"<f4": torch.float32, "<i8": torch.int64}[tensor.dtype])
+    return found.view(tensor.shape)
+
+
+def mixed(name: str) -> list[GenerateRequest]:
+    """Text alone, one image, two images, an image at the beginning, at the end."""
+    first, second = image_for(name, 1), image_for(name, 2)
+    return [
+        asking(17),
+        asking(5, first, 9),
+        asking(3, first, 4, second, 6),
+        asking(first, 12),
+        asking(21, second),
+        asking(40),
+    ]
+
+
+@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
+def test_each_family_gives_the_tokens_of_its_plain_forward(name: str, engines: VisionEngines) -> None:
+    requests = mixed(name)
+    engine = engines(name)
+    for made, result in zip(requests, engine.generate(*requests), strict=True):
+        assert_plain(name, made, result)
+    for made in mixed(name):
+        assert_plain(name, made, engine.one(made))
+
+
+@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
+@pytest.mark.parametrize("max_step_tokens", [1, 5, 24])
+def test_the_size_of_the_chunks_changes_nothing(name: str, max_step_tokens: int, engines: VisionEngines) -> None:
+    engine = engines(name, max_step_tokens=max_step_tokens, max_step_tokens_decoding=max_step_tokens)
+    requests = mixed(name)
+    for made, result in zip(requests, engine.generate(*requests), strict=True):
+        assert_plain(name, made, result)
+
+
+@pytest.mark.parametrize("name", [name for name in tiny_vision.CONFIGS if name not in HYBRID])
+def test_a_warm_prefix_cache_tells_images_apart(name: str, engines: VisionEngines) -> None:
+    engine = engines(name)
+    seen, other = image_for(name, 3), image_for(name, 4)
+    cached = []
+    for image in (seen, seen, other):
+        made = asking(60, image, 20)
+        result = engine.one(made)
+        assert_plain(name, made, result)
+        cached.append(result.cached_tokens)
+    whole = (82 + len(seen.token_ids) - 1) // 16 * 16  # one token at least is computed
+    assert cached == [0, whole, 48], "the blocks before the image are shared, none with another image in it"
+
+
+@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
+def test_preempted_requests_are_computed_again_with_their_images(name: str, engines: VisionEngines) -> None:
+    engine = engines(name, context_length=96, kv_cache_bytes=tiny_vision.kv_bytes(name, 8), max_step_tokens=24)
+    first, second = image_for(name, 1), image_for(name, 2)
+    made = lambda: [asking(9, first, max_tokens=40), asking(11, second, max_tokens=40), asking(12, max_tokens=40)]  # noqa: E731
+    for request, result in engine.until_preempted(made):
+        assert_plain(name, request, result)
