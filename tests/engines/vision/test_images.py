@@ -3,20 +3,25 @@ text, in chunks, from the prefix cache, after a preemption, with adapters.
 """
 
 import inspect
+import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
 from engines.config import EngineConfig
-from engines.protocol import GenerateRequest, PromptImage, SamplingParams
+from engines.errors import AdapterRefused
+from engines.protocol import Adapter, GenerateRequest, PromptImage, SamplingParams
 from tests.support import tiny_vision
 from tests.support.engine_harness import DrivenEngine, Result, prompt_of
+from tests.support.lora_files import adapter_at, save_with_peft
 from tests.support.tiny_vision import END, IMAGE, START, TinyImage, image_for
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="vision-tests-")
@@ -79,7 +84,7 @@ _IDS = iter(range(1_000_000))
 
 
 @torch.inference_mode()
-def assert_plain(name: str, made: GenerateRequest, result: Result) -> None:
+def assert_plain(name: str, made: GenerateRequest, result: Result, model: Any = None) -> None:
     """Each token is the likeliest after those before it, by the plain forward over the whole text with its images. A
     plain forward takes a sampled image token for an image: what comes from there on is not compared.
     """
@@ -89,7 +94,7 @@ def assert_plain(name: str, made: GenerateRequest, result: Result) -> None:
     assert count > 1
     text = [*made.prompt_token_ids, *result.token_ids[: count - 1]]
     ids = torch.tensor([text])
-    model = plain(name)
+    model = model or plain(name)
     if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
     takes = inspect.signature(model.model.forward).parameters
@@ -171,3 +176,33 @@ def test_preempted_requests_are_computed_again_with_their_images(name: str, engi
     made = lambda: [asking(9, first, max_tokens=40), asking(11, second, max_tokens=40), asking(12, max_tokens=40)]  # noqa: E731
     for request, result in engine.until_preempted(made):
         assert_plain(name, request, result)
+
+
+def vision_adapter(name: str, kind: str, target_modules: str) -> Adapter:
+    place = Path(_FOLDER.name) / f"{name}-{kind}"
+    base = AutoModelForImageTextToText.from_pretrained(folder(name))
+    torch.manual_seed(1)
+    save_with_peft(base, LoraConfig(r=4, target_modules=target_modules), place)
+    return adapter_at(place)
+
+
+@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
+def test_an_adapter_of_the_language_model_gives_the_tokens_of_peft(name: str, engines: VisionEngines) -> None:
+    bound = vision_adapter(name, "language", r".*(language_model|text_model).*(q_proj|down_proj)")
+    adapted = PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(folder(name)), bound.directory
+    ).eval()
+    with_it = [replace(made, adapter=bound) for made in mixed(name)[:3]]
+    requests = [*with_it, *mixed(name)[:3]]
+    results = engines(name).generate(*requests)
+    for made, result in zip(requests, results, strict=True):
+        assert_plain(name, made, result, adapted.base_model.model if made.adapter else None)
+    assert results[1].token_ids != results[4].token_ids, "a change of nothing proves nothing"
+
+
+@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
+def test_an_adapter_of_the_vision_tower_is_refused_by_name(name: str, engines: VisionEngines) -> None:
+    bound = vision_adapter(name, "tower", r".*(visual|vision_tower|vision_model).*(qkv|q_proj|fc1|up_proj)")
+    result = engines(name).one(replace(asking(9), adapter=bound))
+    assert isinstance(result.error, AdapterRefused)
+    assert re.search(r"visual|vision_tower|vision_model", str(result.error))
