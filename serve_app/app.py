@@ -14,8 +14,11 @@ from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
 from serve_app.config.api import parse_api_args
+from serve_app.config.images import ImageArgs, parse_image_args
 from serve_app.config.model import ModelArgs, parse_model_args
 from serve_app.errors import ConfigRefused
+from serve_app.images.deployment import ImagePreprocessor
+from serve_app.images.over_ray import IMAGE_DEPLOYMENT
 from serve_app.ingress import Ingress
 from serve_app.replica import Replica
 from serve_app.replicas.over_ray import ENGINE_DEPLOYMENT
@@ -83,6 +86,24 @@ def model(args: dict[str, object]) -> Application:
     return gate.bind(engine.bind(parsed))
 
 
+def images(args: dict[str, object]) -> Application:
+    """What prepares images for all vision models; `args` as in `config.images.ImageArgs`."""
+    with _readable_errors():
+        parsed = parse_image_args(args)
+    preprocessor = serve.deployment(ImagePreprocessor).options(
+        name=IMAGE_DEPLOYMENT,
+        max_ongoing_requests=parsed.max_ongoing_requests,
+        ray_actor_options={
+            "num_cpus": parsed.cpus_per_replica,
+            # Ray leaves the first alone for actors without devices: they would see all of them.
+            "runtime_env": _environment(CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
+        },
+        **_image_scaling(parsed),
+        **_lifecycle(parsed.graceful_shutdown_timeout_s),
+    )
+    return preprocessor.bind(parsed)
+
+
 @contextmanager
 def _readable_errors() -> Iterator[None]:
     """Serve shows a traceback for every exception but its own, of which it shows the message."""
@@ -108,6 +129,21 @@ def _scaling(args: ModelArgs) -> dict[str, object]:
             "upscale_delay_s": counts.upscale_delay_s,
             "downscale_delay_s": counts.downscale_delay_s,
         },
+    }
+
+
+def _image_scaling(args: ImageArgs) -> dict[str, object]:
+    counts = args.replicas
+    if counts.min == counts.max:
+        return {"num_replicas": counts.max}
+    return {
+        "autoscaling_config": {
+            "min_replicas": counts.min,
+            "max_replicas": counts.max,
+            "target_ongoing_requests": counts.target,
+            "upscale_delay_s": counts.upscale_delay_s,
+            "downscale_delay_s": counts.downscale_delay_s,
+        }
     }
 
 

@@ -22,6 +22,8 @@
         ├── NoReplica                  no replica of the model is up, or it is draining
         ├── Overloaded                 the ingress holds as much of requests as it may
         ├── ReplicaLost                a replica died with this request
+        ├── ImagesUnavailable          no process that prepares images is up, or all are too slow
+        ├── ImagesOverloaded           too many images are being prepared
         ├── NotReady                   asked for readiness
         ├── FirstTokenTimeout
         └── TotalTimeout
@@ -143,6 +145,14 @@ class ReplicaLost(ServingError):
     """The replica died or became unreachable with this request."""
 
 
+class ImagesUnavailable(ServingError):
+    """No process that prepares images answered in time."""
+
+
+class ImagesOverloaded(ServingError):
+    """Too many images are being prepared; nothing was run."""
+
+
 class NotReady(ServingError):
     """A base model that must be up cannot produce a token now."""
 
@@ -216,6 +226,8 @@ _TABLE: Mapping[type[Exception], _Row] = {
     CheckpointUnavailable: _Row(
         503, _SERVER, "checkpoint_unavailable", "The checkpoint store does not answer; try again.", 2
     ),
+    ImagesUnavailable: _Row(503, _SERVER, "images_unavailable", "Images cannot be prepared now; try again.", 5),
+    ImagesOverloaded: _Row(429, _RATE, "overloaded", retry_after_s=2),
     NotReady: _Row(503, _SERVER, "not_ready", retry_after_s=2),
     FirstTokenTimeout: _Row(503, _SERVER, "timeout", retry_after_s=5),
     TotalTimeout: _Row(503, _SERVER, "timeout"),

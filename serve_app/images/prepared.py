@@ -1,4 +1,4 @@
-"""An image as the model takes it: values that travel from the preprocessing to a model replica."""
+"""Values of the way of an image: from the ingress to the preprocessing, and from there to a model replica."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,6 +7,26 @@ from hashlib import blake2b
 from engines.protocol import HostTensor, PromptImage
 
 _DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Bounds of one image. `pixels` and `side` are judged from the header, before anything is decoded."""
+
+    bytes: int = 20 * 2**20
+    pixels: int = 32 * 2**20
+    side: int = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOrder:
+    """The images of one request, for one model. `fetch`: whether `https://` URLs may be followed."""
+
+    source: str
+    revision: str | None
+    urls: tuple[str, ...]
+    limits: ImageLimits
+    fetch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,25 +5,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from serve_app.images.data_url import ImageFile, is_data_url, parse_data_url
-from serve_app.images.decode import ImageLimits, ImageRefused, decode
+from serve_app.images.decode import ImageRefused, decode
 from serve_app.images.fetch import Fetcher
-from serve_app.images.prepared import PreparedImage, PreparedImages, Refusal
+from serve_app.images.prepared import ImageOrder, PreparedImage, PreparedImages, Refusal
 from serve_app.images.processor import ModelProcessor
-
-
-@dataclass(frozen=True, slots=True)
-class ImageOrder:
-    """The images of one request, for one model. `fetch`: whether `https://` URLs may be followed."""
-
-    source: str
-    revision: str | None
-    urls: tuple[str, ...]
-    limits: ImageLimits
-    fetch: bool = False
 
 
 class Preprocessor:
