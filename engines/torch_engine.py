@@ -264,6 +264,8 @@ def _check(request: GenerateRequest, facts: ModelFacts) -> None:
     if min(prompt) < 0 or max(prompt) >= facts.vocab_size:
         bad = next(token_id for token_id in prompt if not 0 <= token_id < facts.vocab_size)
         raise RequestRefused("prompt", f"Token id {bad} is not in the vocabulary (0 to {facts.vocab_size - 1}).")
+    if request.images and not facts.takes_images:
+        raise RequestRefused("images", "This model takes no images.")
     biased = next((i for i, _ in request.sampling.logit_bias if not 0 <= i < facts.vocab_size), None)
     if biased is not None:
         raise RequestRefused(
