@@ -8,9 +8,10 @@ from starlette.applications import Starlette
 from serve_app.checkpoints import CheckpointStore
 from serve_app.config.api import ApiArgs
 from serve_app.config.paths import resolve_path
-from serve_app.config.service import CheckpointsConfig
+from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
+from serve_app.images.over_ray import RayImages
 from serve_app.logs import join_serve_logs
 from serve_app.metrics import IngressMetrics
 from serve_app.replicas.channel.listener import Listener
@@ -40,7 +41,7 @@ class Ingress:
         timeout_s = self._args.no_replica_timeout_s
         self._replicas = RayReplicas(self._watch, self._listener, no_replica_timeout_s=timeout_s)
         self._metrics = IngressMetrics()
-        self._service = Service(self._replicas, self._open_store, recorder=self._metrics)
+        self._service = Service(self._replicas, self._open_store, open_images=_open_images, recorder=self._metrics)
         return build_http_app(self._service)
 
     async def reconfigure(self, user_config: object) -> None:
@@ -75,3 +76,7 @@ class Ingress:
         )
         self._metrics.store.watch(lambda: store.counters)
         return store
+
+
+def _open_images(config: ImagesConfig) -> RayImages:
+    return RayImages(config.app, timeout_s=config.timeout_s)

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AssembledModel:
-    """`targets`: what adapters may change. `has_states`, `whole_images`: as of `PagedModel`. `num_blocks`: of the KV cache, the trash
-    block included. `threads`: for torch, on the thread that computes.
+    """`targets`: what adapters may change. `has_states`, `whole_images`: as of `PagedModel`.
+    `num_blocks`: of the KV cache, the trash block included. `threads`: for torch, on the thread that computes.
     """
 
     runner: ModelRunner

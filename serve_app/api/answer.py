@@ -14,6 +14,7 @@ from serve_app.api.requests import ReplyOptions
 from serve_app.api.tool_check import ToolCheck
 from serve_app.catalog.catalog import Catalog, ResolvedModel
 from serve_app.config.service import LimitsConfig
+from serve_app.images.preparing import Images
 from serve_app.replicas.generation import Generation, Replicas
 from serve_app.workers import Workers
 
@@ -22,12 +23,15 @@ _AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What answering takes: the catalogue and limits of one configuration, whatever runs the engines, and threads."""
+    """What answering takes: the catalogue and limits of one configuration, whatever runs the engines and prepares
+    images, and threads.
+    """
 
     catalog: Catalog
     limits: LimitsConfig
     replicas: Replicas
     workers: Workers
+    images: Images | None = None
 
 
 @dataclass(frozen=True, slots=True)

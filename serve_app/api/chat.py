@@ -4,6 +4,7 @@ from renderers.base import PromptTooLong, RenderedPrompt
 from serve_app.api.answer import Edge, new_head
 from serve_app.api.chunks import ChatChunks
 from serve_app.api.opening import Prepared
+from serve_app.api.prompt_images import prepare_images
 from serve_app.api.prompt_limits import at_least, check_conversation_length, too_long
 from serve_app.api.reply import Reply, TextReader
 from serve_app.api.requests import ChatRequest
@@ -13,6 +14,7 @@ from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import generate_request, validate_chat
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.catalog.checkpoint_templates import RENDER_US
+from serve_app.images.preparing import ImagePrompt, fill_placeholders
 
 VALIDATE_US_PER_BYTE = 1 / 20
 RENDER_US_PER_BYTE = 1.0
@@ -23,22 +25,30 @@ async def prepare_chat(edge: Edge, ticket: Ticket, body: ChatBody, target: Resol
     cost_us = ticket.body_bytes * VALIDATE_US_PER_BYTE
     request = await edge.workers.run(cost_us, validate_chat, body, target, edge.limits)
     prompt = await edge.workers.run(_render_us(request, target, ticket.body_bytes), _render, request, target)
-    head = new_head("chatcmpl", target, request.options, prompt.token_ids)
+    filled = await _with_images(edge, target, request, prompt)
+    head = new_head("chatcmpl", target, request.options, filled.token_ids)
     reply = Reply(
         TextReader(target.model.table.detokenizer(prompt.token_ids), _stop_strings(request)),
         request.renderer.parser(prompt, request.conversation.tools),
-        num_prompt_tokens=len(prompt.token_ids),
+        num_prompt_tokens=len(filled.token_ids),
         end_token_ids=target.end_token_ids,
         separate_reasoning=request.separate_reasoning,
     )
     return Prepared(
-        generate=generate_request(request, prompt.token_ids, target, ticket.caller, request_id=head.id),
+        generate=generate_request(request, filled, target, ticket.caller, request_id=head.id),
         asked_tokens=request.max_tokens,
         prompt_cache_key=request.prompt_cache_key,
         reply=reply,
         chunks=ChatChunks(head, target.model.table),
         tool_check=ToolCheck(request.tool_rules),
     )
+
+
+async def _with_images(edge: Edge, target: ResolvedModel, request: ChatRequest, prompt: RenderedPrompt) -> ImagePrompt:
+    if not request.images:
+        return ImagePrompt(prompt.token_ids)
+    frame, images = await prepare_images(edge, target, request.images)
+    return fill_placeholders(prompt.token_ids, frame, images)
 
 
 def _stop_strings(request: ChatRequest) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from serve_app.api.answer import Edge, new_head
 from serve_app.api.chunks import TextChunks
 from serve_app.api.opening import Prepared
 from serve_app.api.prompt import PromptTokens, detokenize, tokenize, tokenize_for_echo
+from serve_app.api.prompt_images import prepare_images
 from serve_app.api.prompt_limits import check_prompt_length
 from serve_app.api.reply import Reply, TextReader, UnformattedParser
 from serve_app.api.requests import CompletionRequest, ToolRules
@@ -12,6 +13,7 @@ from serve_app.api.ticket import Ticket
 from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import generate_request, validate_completion
 from serve_app.catalog.catalog import ResolvedModel
+from serve_app.images.preparing import ImagePrompt, ImageUrl, join_chunks
 from serve_app.workers import Workers
 
 TOKENIZE_US_PER_CHARACTER = 1.0
@@ -22,7 +24,8 @@ async def prepare_completion(edge: Edge, ticket: Ticket, body: CompletionBody, t
     """Raises `InvalidRequest`."""
     request = validate_completion(body, target, edge.limits)
     prompt = await _prompt(request, target, edge.workers)
-    head = new_head("cmpl", target, request.options, None if request.from_chunks else prompt.token_ids)
+    filled = await _with_images(edge, target, request, prompt)
+    head = new_head("cmpl", target, request.options, None if request.chunks else prompt.token_ids)
     reader = TextReader(
         target.model.table.detokenizer(prompt.token_ids),
         request.options.stop_strings,
@@ -30,16 +33,27 @@ async def prepare_completion(edge: Edge, ticket: Ticket, body: CompletionBody, t
         offset=len(prompt.text) if request.echo else 0,
     )
     return Prepared(
-        generate=generate_request(request, prompt.token_ids, target, ticket.caller, request_id=head.id),
+        generate=generate_request(request, filled, target, ticket.caller, request_id=head.id),
         asked_tokens=request.max_tokens,
         prompt_cache_key=request.prompt_cache_key,
         reply=Reply(
-            reader, UnformattedParser(), num_prompt_tokens=len(prompt.token_ids), end_token_ids=target.end_token_ids
+            reader, UnformattedParser(), num_prompt_tokens=len(filled.token_ids), end_token_ids=target.end_token_ids
         ),
         chunks=TextChunks(head, target.model.table),
         tool_check=ToolCheck(ToolRules()),
         preface=prompt.echo if request.echo else None,
     )
+
+
+async def _with_images(
+    edge: Edge, target: ResolvedModel, request: CompletionRequest, prompt: PromptTokens
+) -> ImagePrompt:
+    urls = [chunk for chunk in request.chunks if isinstance(chunk, ImageUrl)]
+    if not urls:
+        return ImagePrompt(prompt.token_ids)
+    frame, images = await prepare_images(edge, target, urls)
+    waiting = iter(images)
+    return join_chunks([next(waiting) if isinstance(c, ImageUrl) else c for c in request.chunks], frame)
 
 
 async def _prompt(request: CompletionRequest, target: ResolvedModel, workers: Workers) -> PromptTokens:

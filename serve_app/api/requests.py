@@ -10,6 +10,7 @@ from renderers.base import Renderer
 from renderers.messages import Conversation
 from serve_app.api.schema.chat import ToolChoice
 from serve_app.api.schema.completion import Prompt
+from serve_app.images.preparing import ImageUrl
 
 SAMPLING_DEFAULTS: Final[Mapping[str, float]] = {
     field.name: field.default for field in fields(SamplingParams) if isinstance(field.default, int | float)
@@ -41,11 +42,12 @@ class ToolRules:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat that its model can take. `tools_characters`: of the declarations as JSON. `max_tokens` None: up to the end
-    of the context.
+    """A chat that its model can take. `images`: by the index that its parts have. `tools_characters`: of the
+    declarations as JSON. `max_tokens` None: up to the end of the context.
     """
 
     conversation: Conversation
+    images: tuple[ImageUrl, ...]
     tools_characters: int
     renderer: Renderer
     tool_rules: ToolRules
@@ -58,10 +60,12 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A prompt that its model can take, as text or as token ids; `from_chunks`: it came as `prompt_chunks`."""
+    """A prompt that its model can take, as text or as token ids. `chunks`: as it came in `prompt_chunks`; `prompt` then
+    has the token ids of all of them.
+    """
 
     prompt: Prompt
-    from_chunks: bool
+    chunks: tuple[tuple[int, ...] | ImageUrl, ...]
     echo: bool
     max_tokens: int | None
     sampling: Sampling

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from engines.protocol import GenerateRequest, SamplingParams
-from renderers.messages import Conversation, Message, Role, TextPart, Tool, ToolCall
+from renderers.messages import ContentPart, Conversation, ImagePart, Message, Role, TextPart, Tool, ToolCall
 from serve_app.access.auth import Caller
 from serve_app.api.prompt_limits import check_context
 from serve_app.api.requests import (
@@ -16,12 +16,13 @@ from serve_app.api.requests import (
     Sampling,
     ToolRules,
 )
-from serve_app.api.schema.chat import ChatBody, ContentPart, ImageContent, MessageBody, NamedFunction, ToolBody
+from serve_app.api.schema.chat import ChatBody, ImageContent, MessageBody, NamedFunction, ToolBody
 from serve_app.api.schema.completion import CompletionBody, ImageChunk, Prompt
 from serve_app.api.schema.sampling import SamplingFields
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import InvalidRequest
+from serve_app.images.preparing import ImagePrompt, ImageUrl
 
 _UINT64 = 2**64
 
@@ -36,10 +37,12 @@ def validate_chat(body: ChatBody, target: ResolvedModel, limits: LimitsConfig) -
         raise InvalidRequest(f"top_logprobs needs logprobs to be true, got {body.top_logprobs}.", "top_logprobs")
     target.renderer.check_effort(body.reasoning_effort)
     tools = _tools(body.tools or ())
-    messages = tuple(_message(message, index, target) for index, message in enumerate(body.messages))
+    images = _Images(target, limits)
+    messages = tuple(_message(message, index, images) for index, message in enumerate(body.messages))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return ChatRequest(
         conversation=Conversation(messages, tools, body.reasoning_effort),
+        images=tuple(images.found),
         tools_characters=sum(tool.num_characters for tool in body.tools or ()),
         renderer=target.renderer,
         tool_rules=_tool_rules(body, tools, target),
@@ -53,15 +56,15 @@ def validate_chat(body: ChatBody, target: ResolvedModel, limits: LimitsConfig) -
 
 def validate_completion(body: CompletionBody, target: ResolvedModel, limits: LimitsConfig) -> CompletionRequest:
     """Raises `InvalidRequest`."""
-    prompt = _prompt(body, target)
+    chunks = _chunks(body, target, limits)
     echo = bool(body.echo)
     if echo and body.prompt_chunks is not None:
         raise InvalidRequest("echo needs prompt; it cannot repeat prompt_chunks, got true.", "echo")
     if body.max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens must be at least 1 (or 0 together with echo), got 0.", "max_tokens")
     return CompletionRequest(
-        prompt=prompt,
-        from_chunks=body.prompt_chunks is not None,
+        prompt=_prompt(body, chunks, target),
+        chunks=chunks,
         echo=echo,
         max_tokens=body.max_tokens,
         sampling=_sampling(body, target, logprobs=body.logprobs, prompt_logprobs=body.logprobs if echo else None),
@@ -72,7 +75,7 @@ def validate_completion(body: CompletionBody, target: ResolvedModel, limits: Lim
 
 def generate_request(
     request: ChatRequest | CompletionRequest,
-    prompt_token_ids: Sequence[int],
+    prompt: ImagePrompt,
     target: ResolvedModel,
     caller: Caller,
     *,
@@ -80,9 +83,9 @@ def generate_request(
 ) -> GenerateRequest:
     """Fit prompt and reply into the context. Raises `InvalidRequest`."""
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
-    max_tokens = check_context(field, len(prompt_token_ids), request.max_tokens, target.context_length)
+    max_tokens = check_context(field, len(prompt.token_ids), request.max_tokens, target.context_length)
     sampling = request.sampling(max_tokens=max_tokens)
-    return GenerateRequest(request_id, tuple(prompt_token_ids), sampling, target.adapter, caller.name)
+    return GenerateRequest(request_id, prompt.token_ids, sampling, target.adapter, caller.name, prompt.images)
 
 
 def _sampling(
@@ -134,21 +137,30 @@ def _options(body: SamplingFields, limits: LimitsConfig, *, logprobs: int | None
     )
 
 
-def _prompt(body: CompletionBody, target: ResolvedModel) -> Prompt:
+def _chunks(
+    body: CompletionBody, target: ResolvedModel, limits: LimitsConfig
+) -> tuple[tuple[int, ...] | ImageUrl, ...]:
     if (body.prompt is None) == (body.prompt_chunks is None):
         given = "neither" if body.prompt is None else "both"
         raise InvalidRequest(f"Exactly one of prompt and prompt_chunks must be set, got {given}.", "prompt")
-    if body.prompt is not None:
-        if not isinstance(body.prompt, str):
-            _in_vocabulary("prompt", max(body.prompt), target)
-        return body.prompt
-    token_ids: list[int] = []
+    images = _Images(target, limits)
+    found: list[tuple[int, ...] | ImageUrl] = []
     for index, chunk in enumerate(body.prompt_chunks or ()):
         if isinstance(chunk, ImageChunk):
-            raise _takes_no_images(target, f"prompt_chunks[{index}]")
-        token_ids += chunk.token_ids
-    _in_vocabulary("prompt_chunks", max(token_ids), target)
-    return tuple(token_ids)
+            images.add(chunk.url, f"prompt_chunks[{index}]")
+            found.append(images.found[-1])
+        else:
+            _in_vocabulary("prompt_chunks", max(chunk.token_ids), target)
+            found.append(chunk.token_ids)
+    return tuple(found)
+
+
+def _prompt(body: CompletionBody, chunks: Sequence[tuple[int, ...] | ImageUrl], target: ResolvedModel) -> Prompt:
+    if body.prompt is None:
+        return tuple(token_id for chunk in chunks if not isinstance(chunk, ImageUrl) for token_id in chunk)
+    if not isinstance(body.prompt, str):
+        _in_vocabulary("prompt", max(body.prompt), target)
+    return body.prompt
 
 
 def _tools(bodies: Sequence[ToolBody]) -> tuple[Tool, ...]:
@@ -178,7 +190,7 @@ def _tool_rules(body: ChatBody, tools: Sequence[Tool], target: ResolvedModel) ->
     return rules
 
 
-def _message(body: MessageBody, index: int, target: ResolvedModel) -> Message:
+def _message(body: MessageBody, index: int, images: "_Images") -> Message:
     at = f"messages[{index}]"
     role = Role.SYSTEM if body.role == "developer" else Role(body.role)
     only = {"reasoning_content": Role.ASSISTANT, "tool_calls": Role.ASSISTANT, "tool_call_id": Role.TOOL}
@@ -190,23 +202,34 @@ def _message(body: MessageBody, index: int, target: ResolvedModel) -> Message:
     if role is Role.TOOL and body.tool_call_id is None:
         raise InvalidRequest(f"{at}.tool_call_id is required for the role tool.", f"{at}.tool_call_id")
     calls = tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in body.tool_calls or ())
-    return Message(role, _parts(body, at, target), body.reasoning_content, calls, body.tool_call_id, body.name)
+    return Message(role, _parts(body, at, images), body.reasoning_content, calls, body.tool_call_id, body.name)
 
 
-def _parts(body: MessageBody, at: str, target: ResolvedModel) -> tuple[TextPart, ...] | None:
+def _parts(body: MessageBody, at: str, images: "_Images") -> tuple[ContentPart, ...] | None:
     if body.content is None:
         return None
-    return tuple(_text_part(part, f"{at}.content[{index}]", target) for index, part in enumerate(body.content))
+    return tuple(
+        images.add(part.url, f"{at}.content[{index}]") if isinstance(part, ImageContent) else TextPart(part.text)
+        for index, part in enumerate(body.content)
+    )
 
 
-def _text_part(part: ContentPart, at: str, target: ResolvedModel) -> TextPart:
-    if isinstance(part, ImageContent):
-        raise _takes_no_images(target, at)
-    return TextPart(part.text)
+class _Images:
+    """Collects the images of a request for a model that takes them."""
 
+    def __init__(self, target: ResolvedModel, limits: LimitsConfig) -> None:
+        self._target = target
+        self._limit = limits.images
+        self.found: list[ImageUrl] = []
 
-def _takes_no_images(target: ResolvedModel, at: str) -> InvalidRequest:
-    return InvalidRequest(f"{at} is an image, and the model {target.model.id!r} takes no images.", at)
+    def add(self, url: str, at: str) -> ImagePart:
+        """Raises `InvalidRequest`."""
+        if not self._target.model.takes_images:
+            raise InvalidRequest(f"{at} is an image, and the model {self._target.model.id!r} takes no images.", at)
+        if len(self.found) == self._limit:
+            raise InvalidRequest(f"A request must have at most {self._limit} images, got another one at {at}.", at)
+        self.found.append(ImageUrl(url, at))
+        return ImagePart(len(self.found) - 1)
 
 
 def _in_vocabulary(field: str, token_id: int, target: ResolvedModel) -> None:

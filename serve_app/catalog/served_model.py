@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """`renderer` None: the model has no chat template, so it takes no chats. `end_token_ids` always end a reply,
-    as do those of the renderer.
+    as do those of the renderer. `takes_images`: it has a vision tower.
     """
 
     config: ModelConfig
@@ -32,6 +32,7 @@ class ServedModel:
     vocab_size: int
     end_token_ids: frozenset[int]
     created: int
+    takes_images: bool = False
 
     @property
     def id(self) -> str:
@@ -54,6 +55,7 @@ def load_model(config: ModelConfig) -> ServedModel:
     source = resolve_source(config.source)
     tokenizer = _load_tokenizer(config, source)
     facts = _read_json(source, "config.json", config.revision)
+    takes_images = isinstance(facts.get("vision_config"), dict)
     facts = {**facts, **facts.get("text_config", {})}
     context_length = _context_length(config, source, facts.get("max_position_embeddings"))
     return ServedModel(
@@ -65,6 +67,7 @@ def load_model(config: ModelConfig) -> ServedModel:
         vocab_size=max(len(tokenizer), int(facts.get("vocab_size") or 0)),
         end_token_ids=_end_token_ids(tokenizer, config, source),
         created=int(time.time()),
+        takes_images=takes_images,
     )
 
 

@@ -105,6 +105,7 @@ class ModelConfig(_Section):
     context_length: Tokens | None = None
     variants: Mapping[Annotated[str, AfterValidator(_variant)], Tokens] = {}
     allow_checkpoint_chat_template: bool = False
+    fetch_images: bool = Field(default=False, description="Whether images may be `https://` URLs beside data URLs.")
     also_known_as: tuple[NonEmptyText, ...] = Field(default=(), strict=False)
     owned_by: NonEmptyText = "roundhouse"
 
@@ -157,9 +158,22 @@ class LimitsConfig(_Section):
     stop_sequences: Count = 256
     stop_length: Count = 1024
     logit_bias_entries: Count = 1024
+    images: Count = Field(default=16, description="Images per request.")
+    image_bytes: Count = Field(default=20 * 2**20, description="Bytes of an image file.")
+    image_pixels: Count = Field(default=32 * 2**20, description="Pixels of an image, judged before it is decoded.")
+    image_side: Count = Field(default=16_384, description="Pixels of the longer side of an image.")
     first_token_timeout_s: Seconds = 120.0
     total_timeout_s: Seconds = 3600.0
     per_key: KeyLimits = KeyLimits(concurrency=256, bytes_in_flight=64 * 2**20)
+
+
+class ImagesConfig(_Section):
+    """Where images are prepared for vision models."""
+
+    app: NonEmptyText = Field(description="The Serve application that prepares images.")
+    timeout_s: Seconds = Field(
+        default=60.0, description="How long the images of a request may take, the start of a process included."
+    )
 
 
 class ServiceConfig(_Section):
@@ -167,6 +181,7 @@ class ServiceConfig(_Section):
 
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1, strict=False)]
     checkpoints: CheckpointsConfig = CheckpointsConfig()
+    images: ImagesConfig | None = Field(default=None, description="Unset: images are refused.")
     keys: tuple[KeyConfig, ...] = Field(default=(), strict=False)
     limits: LimitsConfig = LimitsConfig()
 

@@ -169,7 +169,7 @@ class Handlers:
 
     def _edge(self) -> Edge:
         service, settings = self._service, self._service.settings
-        return Edge(settings.catalog, settings.limits, service.replicas, service.workers)
+        return Edge(settings.catalog, settings.limits, service.replicas, service.workers, settings.images)
 
     async def _send(self, exchange: Exchange, answer: Answer) -> None:
         if answer.stream:

@@ -10,8 +10,16 @@ from serve_app.access.limits import Limiter
 from serve_app.api.record import NullRecorder, Recorder
 from serve_app.catalog.catalog import Catalog, Checkpoints
 from serve_app.catalog.served_model import ServedModel, load_model
-from serve_app.config.service import CheckpointsConfig, LimitsConfig, ModelConfig, ServiceConfig, parse_config
+from serve_app.config.service import (
+    CheckpointsConfig,
+    ImagesConfig,
+    LimitsConfig,
+    ModelConfig,
+    ServiceConfig,
+    parse_config,
+)
 from serve_app.errors import ConfigRefused
+from serve_app.images.preparing import Images
 from serve_app.replicas.generation import Replicas
 from serve_app.workers import Workers
 
@@ -27,6 +35,7 @@ class Settings:
     limits: LimitsConfig
     catalog: Catalog
     keyring: Keyring
+    images: Images | None = None
 
 
 class Service:
@@ -37,6 +46,7 @@ class Service:
         replicas: Replicas,
         open_checkpoints: Callable[[CheckpointsConfig], Checkpoints],
         *,
+        open_images: Callable[[ImagesConfig], Images] | None = None,
         recorder: Recorder | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
@@ -50,6 +60,7 @@ class Service:
         self.workers = Workers()
         self.config_error: str | None = "There is no configuration: the deployment has no user_config."
         self._open_checkpoints = open_checkpoints
+        self._open_images = open_images
         self._config: ServiceConfig | None = None
         self._checkpoints: Checkpoints | None = None
         self._retired: list[Checkpoints] = []
@@ -94,7 +105,7 @@ class Service:
             checkpoints = await asyncio.to_thread(self._open_checkpoints, config.checkpoints)
         before = self.settings.limits
         catalog = Catalog({model.id: model for model in models}, checkpoints)
-        self.settings = Settings(config.limits, catalog, keyring)
+        self.settings = Settings(config.limits, catalog, keyring, self._images(config))
         if self._checkpoints is not None and self._checkpoints is not checkpoints:
             self._retire(self._checkpoints, before)
         self._config, self._checkpoints = config, checkpoints
@@ -108,6 +119,13 @@ class Service:
 
         self._retired.append(checkpoints)
         asyncio.get_running_loop().call_later(limits.body_timeout_s + limits.total_timeout_s, close)
+
+    def _images(self, config: ServiceConfig) -> Images | None:
+        if config.images is None or self._open_images is None:
+            return None
+        if self._config is not None and self._config.images == config.images:
+            return self.settings.images
+        return self._open_images(config.images)
 
     async def _model(self, config: ModelConfig, loaded: list[ServedModel]) -> ServedModel:
         same = next((model for model in loaded if model.config == config), None)

@@ -24,10 +24,11 @@ from engines.protocol import Engine, GenerateRequest
 from serve_app.api.record import RequestRecord
 from serve_app.catalog.catalog import ResolvedCheckpoint
 from serve_app.checkpoints.checkpoint import is_open_to
-from serve_app.config.service import CheckpointsConfig
+from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.errors import CheckpointNotFound
 from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
+from serve_app.images.preprocessor import Preprocessor
 from serve_app.model_id import CheckpointPath, parse_checkpoint_path
 from serve_app.replicas.in_process import LocalReplicas
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -269,7 +270,15 @@ def running_edge(
         def open_checkpoints(_: CheckpointsConfig) -> MemoryCheckpoints:
             return checkpoints
 
-        service = Service(replicas, open_checkpoints, recorder=recorder, keep_alive_s=KEEP_ALIVE_S)
+        preparing: list[Preprocessor] = []
+
+        def open_images(_: ImagesConfig) -> Preprocessor:
+            preparing.append(Preprocessor(threads=2, cache_bytes=1 << 20))
+            return preparing[-1]
+
+        service = Service(
+            replicas, open_checkpoints, open_images=open_images, recorder=recorder, keep_alive_s=KEEP_ALIVE_S
+        )
         await service.reconfigure(config)
         settings = uvicorn.Config(build_http_app(service), log_config=None, lifespan="off", access_log=False)
         server = uvicorn.Server(settings)
@@ -289,6 +298,8 @@ def running_edge(
         await server.serve([listening])
         await running.close()
         service.close()
+        for preprocessor in preparing:
+            preprocessor.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name="edge")
     thread.start()

@@ -1,0 +1,33 @@
+"""Images of a request, prepared for its model."""
+
+from collections.abc import Sequence
+
+from serve_app.api.answer import Edge
+from serve_app.catalog.catalog import ResolvedModel
+from serve_app.config.paths import resolve_source
+from serve_app.config.service import LimitsConfig
+from serve_app.errors import InvalidRequest
+from serve_app.images.prepared import Frame, ImageLimits, ImageOrder, PreparedImage
+from serve_app.images.preparing import ImageUrl, accepted
+
+
+async def prepare_images(
+    edge: Edge, target: ResolvedModel, urls: Sequence[ImageUrl]
+) -> tuple[Frame, tuple[PreparedImage, ...]]:
+    """The images in their order, and how the model marks them. Raises `InvalidRequest` or a `ServingError`."""
+    if edge.images is None:
+        raise InvalidRequest(f"{urls[0].param} is an image, and this service prepares none.", urls[0].param)
+    config = target.model.config
+    order = ImageOrder(
+        source=resolve_source(config.source),
+        revision=config.revision,
+        urls=tuple(url.url for url in urls),
+        limits=_limits(edge.limits),
+        fetch=config.fetch_images,
+    )
+    prepared = await edge.images.prepare(order)
+    return prepared.frame, accepted(prepared, urls)
+
+
+def _limits(limits: LimitsConfig) -> ImageLimits:
+    return ImageLimits(bytes=limits.image_bytes, pixels=limits.image_pixels, side=limits.image_side)
