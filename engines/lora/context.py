@@ -20,7 +20,7 @@ class AdapterRows:
 
 @dataclass(slots=True)
 class AdapterContext:
-    """Set by the model runner before each forward and read by the wrapped modules; the engine loop's thread owns it.
+    """Set by the compute path before each forward and read by the wrapped modules; the engine loop's thread owns it.
 
     `slots` [T] int32: the slot of each row, -1 for none; None when no row has one. `rows`: the same by adapter, and
     `head_rows` for the rows whose logits are wanted, numbered 0 … R-1. `by_row`: the modules go by `slots` and

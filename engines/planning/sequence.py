@@ -21,8 +21,8 @@ class TokenSequence:
     blocks, as far as it was needed. After a preemption `num_computed` is 0 again and the sampled tokens are computed
     anew like a prompt. `num_charged`: how many of the tokens its tenant was charged for. `bypassed`: how many others
     were admitted while it waited for an adapter slot. `states`: what layers that carry a state keep of it, by layer and
-    position; `rope`: the prompt's rotary positions, where its images have several axes; both are the model runner's.
-    `num_kept`: among how many tokens truncation left its last draw, 0 for none: the sampler's.
+    position; `attention.recurrent`'s. `rope`: the prompt's rotary positions, where its images have several axes; the
+    vision front end's. `num_kept`: among how many tokens truncation left its last draw, 0 for none: the sampler's.
     """
 
     request: GenerateRequest
