@@ -1,6 +1,7 @@
 """The arguments of the applications in config.yaml."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -101,7 +102,7 @@ def test_hub_ids_and_absolute_sources_stay_as_they_are(source):
 
 def test_without_the_variable_the_project_root_is_the_checkout(monkeypatch):
     monkeypatch.delenv("ROUNDHOUSE_ROOT", raising=False)
-    assert resolve_path("config.yaml") == str(resolve_path(__file__).partition("/tests/")[0] + "/config.yaml")
+    assert resolve_path("config.yaml") == str(Path(__file__).parents[3] / "config.yaml")
 
 
 def test_urls_are_no_paths():
