@@ -9,8 +9,9 @@ from hashlib import blake2b
 
 from engines.protocol import GenerateRequest, TokenDelta
 from serve_app.api.chunks import Chunks, ReplyHead
-from serve_app.api.reply import Reply, ReplyPart, Scored, fold
+from serve_app.api.reply import Reply, ReplyPart, WholeReply
 from serve_app.api.requests import ReplyOptions
+from serve_app.api.scores import Scored
 from serve_app.api.tool_check import ToolCheck
 from serve_app.catalog.catalog import Catalog, ResolvedModel
 from serve_app.config.service import LimitsConfig
@@ -18,6 +19,7 @@ from serve_app.images.preparing import Images
 from serve_app.replicas.generation import Generation, Replicas
 from serve_app.workers import Workers
 
+US_PER_SCORE = 3.0  # a log-probability of a token, or of an alternative
 _AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning
 
 
@@ -65,18 +67,23 @@ class Answer:
 
     async def whole(self) -> bytes:
         """The reply as one body."""
+        reply = WholeReply()
         async with aclosing(self._unchecked()) as parts:
-            reply = await fold(parts)
+            async for part in parts:
+                await self.workers.run(_scores_us(part.scored), reply.add, part)
         self.reply.correct(reply)
         for call in reply.tool_calls:
             self.tool_check.see(call)
         self.tool_check.finish()
-        return await self.workers.run(_scores_us(reply.scored), self.chunks.whole, reply, self.reply.usage)
+        return await self.workers.run(
+            reply.scored.num_values * US_PER_SCORE, self.chunks.whole, reply, self.reply.usage
+        )
 
     async def _unchecked(self) -> AsyncGenerator[ReplyPart, None]:
         delta = self.generation.first
         if self.preface is not None:
-            yield self.preface(delta)
+            cost_us = len(delta.prompt_logprobs) * US_PER_SCORE
+            yield await self.workers.run(cost_us, self.preface, delta)
         while True:
             part = self.reply.feed(delta)
             if part.finish_reason is not None:
@@ -88,9 +95,9 @@ class Answer:
 
 
 def _scores_us(scored: Sequence[Scored]) -> float:
-    """Microseconds to write log-probabilities out, roughly."""
+    """To write log-probabilities out, roughly."""
     alternatives = len(scored[-1].logprob.top) if scored and scored[-1].logprob is not None else 0
-    return len(scored) * (4 + 2 * alternatives)
+    return len(scored) * (1 + alternatives) * US_PER_SCORE
 
 
 def new_head(

@@ -4,16 +4,17 @@ A chunk is put together from a head that is the same for the whole stream and th
 every token. All of it is ASCII, since some readers of server-sent events end lines at U+2028 and its like.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from renderers.messages import ToolCall
 from renderers.replies.detokenize import TokenTable
 from serve_app.api.logprobs import chat_logprobs, encoded, quoted, text_logprobs
-from serve_app.api.reply import ReplyPart, Scored, Usage, WholeReply
+from serve_app.api.reply import ReplyPart, Usage, WholeReply
 from serve_app.api.requests import ReplyOptions
 from serve_app.api.schema.replies import ChatMessage, ToolCallReply, UsageReply
+from serve_app.api.scores import Scored
 
 _END = b"data: [DONE]\n\n"
 
@@ -107,10 +108,10 @@ class ChatChunks:
     def _extras(self, part: ReplyPart) -> str:
         return f'"logprobs":{self._logprobs(part.scored)}{_ids_field(self._head, part.token_ids, is_first=False)}'
 
-    def _logprobs(self, scored: Sequence[Scored]) -> str:
+    def _logprobs(self, scored: Iterable[Scored]) -> str:
         if self._head.options.logprobs is None:
             return "null"
-        return f'{{"content":{chat_logprobs([s.logprob for s in scored if s.logprob is not None], self._table)}}}'
+        return f'{{"content":{chat_logprobs(scored, self._table)}}}'
 
 
 class TextChunks:
@@ -149,15 +150,10 @@ class TextChunks:
         self._is_first = False
         return f'"logprobs":{self._logprobs(part.scored)}{ids}'
 
-    def _logprobs(self, scored: Sequence[Scored]) -> str:
+    def _logprobs(self, scored: Iterable[Scored]) -> str:
         if self._head.options.logprobs is None:
             return "null"
-        return text_logprobs(
-            [entry.logprob for entry in scored],
-            [entry.token_id for entry in scored],
-            [entry.offset for entry in scored],
-            self._table,
-        )
+        return text_logprobs(scored, self._table)
 
 
 def _before_choice(head: ReplyHead, kind: str) -> str:

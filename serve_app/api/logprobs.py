@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from engines.protocol import TokenLogprob
 from renderers.replies.detokenize import TokenTable
 from serve_app.api.schema.replies import ChatLogprob, ChatTop
+from serve_app.api.scores import Scored
 
 _LEAST = -9999.0
 
@@ -14,24 +15,20 @@ quoted = json.encoder.encode_basestring_ascii
 encoded = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
-def chat_logprobs(found: Sequence[TokenLogprob], table: TokenTable) -> str:
+def chat_logprobs(scored: Iterable[Scored], table: TokenTable) -> str:
     """A JSON list of `ChatLogprob`. Written token by token: one call of the encoder for a long list would hold up every
     other thread.
     """
-    return _list(encoded(_chat_logprob(entry, table)) for entry in found)
+    return _list(encoded(_chat_logprob(entry.logprob, table)) for entry in scored if entry.logprob is not None)
 
 
-def text_logprobs(
-    found: Sequence[TokenLogprob | None], token_ids: Sequence[int], offsets: Sequence[int], table: TokenTable
-) -> str:
-    """A JSON object of parallel lists: tokens, token_logprobs, top_logprobs and text_offset. `found` has a None for a
-    token that nothing comes before.
-    """
+def text_logprobs(scored: Iterable[Scored], table: TokenTable) -> str:
+    """A JSON object of parallel lists: tokens, token_logprobs, top_logprobs and text_offset."""
     columns = {
-        "tokens": _list(quoted(_spelling(token_id, table)) for token_id in token_ids),
-        "token_logprobs": _list("null" if entry is None else repr(_finite(entry.logprob)) for entry in found),
-        "top_logprobs": _list("null" if entry is None else encoded(_text_top(entry, table)) for entry in found),
-        "text_offset": _list(map(str, offsets)),
+        "tokens": _list(quoted(_spelling(entry.token_id, table)) for entry in scored),
+        "token_logprobs": _list(_text_logprob(entry.logprob) for entry in scored),
+        "top_logprobs": _list(_text_top(entry.logprob, table) for entry in scored),
+        "text_offset": _list(str(entry.offset) for entry in scored),
     }
     return "{" + ",".join(f'"{name}":{column}' for name, column in columns.items()) + "}"
 
@@ -68,11 +65,17 @@ def _chat_top(token_id: int, logprob: float, table: TokenTable) -> ChatTop:
     }
 
 
-def _text_top(found: TokenLogprob, table: TokenTable) -> dict[str, float]:
+def _text_logprob(found: TokenLogprob | None) -> str:
+    return "null" if found is None else repr(_finite(found.logprob))
+
+
+def _text_top(found: TokenLogprob | None, table: TokenTable) -> str:
+    if found is None:
+        return "null"
     top: dict[str, float] = {}
     for token_id, logprob in _with_sampled(found) or [(found.token_id, found.logprob)]:
         top.setdefault(_spelling(token_id, table), _finite(logprob))
-    return top
+    return encoded(top)
 
 
 def _spelling(token_id: int, table: TokenTable) -> str:

@@ -39,6 +39,7 @@ class Prepared:
 
 
 PARSE_US_PER_BYTE = 1 / 8
+SCORE_BYTES = 80  # of a log-probability as JSON
 Body = TypeVar("Body", bound=SamplingFields)
 Prepare = Callable[[Edge, Ticket, Body, ResolvedModel], Awaitable[Prepared]]
 
@@ -68,6 +69,7 @@ async def open_request(edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[
     ticket.record.about(target, streamed=bool(body.stream))
     prepared = await prepare(edge, ticket, body, target)
     generate = prepared.generate
+    ticket.hold(_num_scores(generate, streamed=bool(body.stream)) * SCORE_BYTES)
     ticket.reserve(len(generate.prompt_token_ids), prepared.asked_tokens, generate.sampling.max_tokens)
     affinity = affinity_of(prepared.prompt_cache_key, generate)
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
@@ -81,3 +83,15 @@ async def open_request(edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[
             workers=edge.workers,
             preface=prepared.preface,
         )
+
+
+def _num_scores(request: GenerateRequest, *, streamed: bool) -> int:
+    """How many log-probabilities are held at a time, those of alternatives included: those of the prompt, which come at
+    once, and all of a reply that is not streamed.
+    """
+    sampling, count = request.sampling, 0
+    if sampling.logprobs is not None and not streamed:
+        count += sampling.max_tokens * (1 + sampling.logprobs)
+    if sampling.prompt_logprobs is not None:
+        count += len(request.prompt_token_ids) * (1 + sampling.prompt_logprobs)
+    return count

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from engines.protocol import TokenDelta
 from renderers.replies.detokenize import TokenTable, visible_text
-from serve_app.api.reply import ReplyPart, Scored
+from serve_app.api.reply import ReplyPart
+from serve_app.api.scores import Scored
 from serve_app.catalog.served_model import ServedModel
 from serve_app.errors import InvalidRequest
 

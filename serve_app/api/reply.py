@@ -1,18 +1,19 @@
 """One reply's state: token ids to text, reasoning and tool calls, with stop strings, log-probabilities and usage.
 
 A reply is a series of `ReplyPart`s, one per delta of the engine, however those are cut. A stream sends the parts as
-they come; a whole reply is their fold.
+they come; a whole reply is all of them, joined.
 """
 
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engines.protocol import FinishReason, TokenDelta, TokenLogprob
+from engines.protocol import FinishReason, TokenDelta
 from renderers.base import ReplyEnd, ReplyParser
 from renderers.deltas import Delta, Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from renderers.messages import ToolCall
 from renderers.replies.detokenize import Detokenizer, visible_text
 from renderers.replies.stop import StopMatcher
+from serve_app.api.scores import Scored, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +28,6 @@ class Usage:
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A token with its log-probability, None for one that nothing comes before, and the character it begins at."""
-
-    token_id: int
-    logprob: TokenLogprob | None
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +46,29 @@ class ReplyPart:
 class WholeReply:
     """All parts of a reply, joined."""
 
-    text: str = ""
-    reasoning: str = ""
+    texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    scored: list[Scored] = field(default_factory=list)
+    scored: Scores = field(default_factory=Scores)
     finish_reason: str | None = None
 
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
-async def fold(parts: AsyncIterable[ReplyPart]) -> WholeReply:
-    whole = WholeReply()
-    texts: list[str] = []
-    reasonings: list[str] = []
-    async for part in parts:
-        texts.append(part.text)
-        reasonings.append(part.reasoning)
-        whole.tool_calls += part.tool_calls
-        whole.token_ids += part.token_ids
-        whole.scored += part.scored
-        whole.finish_reason = part.finish_reason
-    whole.text, whole.reasoning = "".join(texts), "".join(reasonings)
-    return whole
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasonings)
+
+    def add(self, part: ReplyPart) -> None:
+        """The next one."""
+        self.texts.append(part.text)
+        self.reasonings.append(part.reasoning)
+        self.tool_calls += part.tool_calls
+        self.token_ids += part.token_ids
+        self.scored.extend(part.scored)
+        self.finish_reason = part.finish_reason
 
 
 class TextReader:
@@ -174,7 +168,7 @@ class Reply:
     def correct(self, whole: WholeReply) -> None:
         """A reply that is sent whole and is not in the model's format is plain text, all of it."""
         if self.malformed:
-            whole.text, whole.reasoning, whole.tool_calls = self._parser.raw_text, "", []
+            whole.texts, whole.reasonings, whole.tool_calls = [self._parser.raw_text], [], []
             whole.finish_reason = self._end_reason
             self._reasoning_tokens = 0
 

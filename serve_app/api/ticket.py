@@ -18,6 +18,10 @@ class Ticket:
     body_bytes: int = 0
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
 
+    def hold(self, reply_bytes: int) -> None:
+        """Hold so many bytes for the reply besides the body. As `Lease.hold`."""
+        self.lease.hold(self.body_bytes + reply_bytes)
+
     def reserve(self, num_prompt: int, asked: int | None, most: int) -> None:
         """As `Lease.reserve`, before the engine gets the prompt. Who hangs up before the first token has used it all
         the same.

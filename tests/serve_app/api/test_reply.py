@@ -1,10 +1,9 @@
 """One reply's state, fed by hand: nothing depends on how the engine's tokens are cut into deltas."""
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +11,7 @@ from engines.protocol import FinishReason, TokenDelta, TokenLogprob
 from renderers import registry
 from renderers.messages import Conversation, Message, Role, TextPart
 from renderers.replies.detokenize import token_table
-from serve_app.api.reply import Reply, TextReader, UnformattedParser, WholeReply, fold
+from serve_app.api.reply import Reply, TextReader, UnformattedParser, WholeReply
 from tests.support.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -44,17 +43,11 @@ def deltas(token_ids: Sequence[int], cuts: Sequence[int], finish: FinishReason) 
 
 
 def run(reply: Reply, fed: Sequence[TokenDelta]) -> WholeReply:
-    async def parts() -> AsyncIterator[Any]:
-        for delta in fed:
-            part = reply.feed(delta)
-            yield part
-            if part.finish_reason is not None:
-                return
-
-    coroutine = fold(parts())
-    with pytest.raises(StopIteration) as done:  # nothing in it ever waits
-        coroutine.send(None)
-    whole: WholeReply = done.value.value
+    whole = WholeReply()
+    for delta in fed:
+        whole.add(reply.feed(delta))
+        if whole.finish_reason is not None:
+            break
     reply.correct(whole)
     for call in whole.tool_calls:
         assert call.id
