@@ -58,7 +58,7 @@ class Answer:
                 for call in part.tool_calls:
                     self.tool_check.see(call)
                 if part.finish_reason is not None:
-                    self.tool_check.finish()
+                    self.tool_check.finish(self.reply.end_reason, malformed=self.reply.malformed)
                 yield part
 
     async def shown(self, part: ReplyPart) -> bytes:
@@ -74,7 +74,7 @@ class Answer:
         self.reply.correct(reply)
         for call in reply.tool_calls:
             self.tool_check.see(call)
-        self.tool_check.finish()
+        self.tool_check.finish(self.reply.end_reason, malformed=self.reply.malformed)
         return await self.workers.run(
             reply.scored.num_values * US_PER_SCORE, self.chunks.whole, reply, self.reply.usage
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engines.protocol import TokenDelta
-from renderers.replies.detokenize import TokenTable, visible_text
+from renderers.replies.detokenize import TokenTable
 from serve_app.api.reply import ReplyPart
 from serve_app.api.scores import Scored
 from serve_app.catalog.served_model import ServedModel
@@ -43,13 +43,13 @@ def _not_empty(prompt: str, token_ids: list[int]) -> tuple[int, ...]:
 
 
 def detokenize(token_ids: tuple[int, ...], table: TokenTable) -> PromptTokens:
-    """The text and offsets of a prompt that came as token ids; special tokens do not show."""
+    """The text and offsets of a prompt that came as token ids, special tokens spelled out as in a prompt of text."""
     detokenizer, length = table.detokenizer(), 0
     texts: list[str] = []
     offsets: list[int] = []
     for token_id in token_ids:
         offsets.append(length)
-        pieces = visible_text(detokenizer.feed((token_id,)), table.added.special_ids)
+        pieces = detokenizer.feed((token_id,))
         texts += [piece.text for piece in pieces]
         length += sum(len(piece.text) for piece in pieces)
     texts += [piece.text for piece in detokenizer.flush()]

@@ -156,7 +156,7 @@ class Reply:
         self._completion_tokens = 0
         self._reasoning_tokens = 0
         self._num_calls = 0
-        self._end_reason: str | None = None
+        self.end_reason: str | None = None  # why generating ended, calls or none
         self.finish_reason: str | None = None
         self._unassigned_tokens = 0  # of which it is not known yet whether they are reasoning
 
@@ -169,7 +169,7 @@ class Reply:
         """A reply that is sent whole and is not in the model's format is plain text, all of it."""
         if self.malformed:
             whole.texts, whole.reasonings, whole.tool_calls = [self._parser.raw_text], [], []
-            whole.finish_reason = self._end_reason
+            whole.finish_reason = self.end_reason
             self._reasoning_tokens = 0
 
     @property
@@ -218,8 +218,8 @@ class Reply:
         last += self._parser.finish(ReplyEnd.END if ended else ReplyEnd.CUT)
         self._assign(last, 0)
         deltas += last
-        self._end_reason = "stop" if cut or delta.finish_reason is FinishReason.STOP else "length"
-        return self._end_reason
+        self.end_reason = "stop" if cut or delta.finish_reason is FinishReason.STOP else "length"
+        return self.end_reason
 
     def _part(
         self, deltas: list[Delta], token_ids: tuple[int, ...], scored: tuple[Scored, ...], finish_reason: str | None

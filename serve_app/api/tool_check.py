@@ -26,9 +26,16 @@ class ToolCheck:
                 "The model called more than one function, against parallel_tool_calls false.", "parallel_tool_calls"
             )
 
-    def finish(self) -> None:
-        """At the end of the reply. Raises `ReplyRefused`."""
+    def finish(self, finish_reason: str | None, *, malformed: bool) -> None:
+        """At the end of the reply. `malformed`: it is not in the model's own format. Raises `ReplyRefused`."""
         choice = self._rules.choice
-        if self._num_calls == 0 and choice not in ("none", "auto"):
-            shown = choice.name if isinstance(choice, NamedFunction) else choice
-            raise ReplyRefused(f"The model called no function, against tool_choice {shown!r}.", "tool_choice")
+        if self._num_calls or choice in ("none", "auto"):
+            return
+        shown = choice.name if isinstance(choice, NamedFunction) else choice
+        if finish_reason == "length":
+            why = "the reply was cut by the token limit before a call was complete; raise max_tokens"
+        elif malformed:
+            why = "it wrote a call that cannot be parsed; try again"
+        else:
+            why = "it answered in text; ask for the call in the conversation, or try again"
+        raise ReplyRefused(f"The model called no function, against tool_choice {shown!r}: {why}.", "tool_choice")

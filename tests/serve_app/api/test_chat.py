@@ -75,6 +75,15 @@ def test_an_assistant_turn_may_hold_calls_alone_and_results_follow(edge: Running
     assert '<tool_response>\n{"temp_c": 18}\n</tool_response>' in found
 
 
+def test_a_call_without_arguments_may_have_an_empty_text_of_them(edge: RunningEdge) -> None:
+    def history(arguments: str) -> list[Any]:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        result = {"role": "tool", "tool_call_id": "c", "content": "1"}
+        return [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}, result]
+
+    assert prompt(edge, *history("")) == prompt(edge, *history("{}"))
+
+
 def test_reasoning_of_earlier_turns_goes_to_the_template(edge: RunningEdge) -> None:
     assistant = {"role": "assistant", "content": "391", "reasoning_content": "17 * 23"}
     assert "<think>\n17 * 23\n</think>" in prompt(edge, {"role": "user", "content": "x"}, assistant)
@@ -310,7 +319,27 @@ def test_none_with_a_call_is_422(edge: RunningEdge) -> None:
 def test_a_demanded_call_that_is_missing_is_422(edge: RunningEdge, choice: Any) -> None:
     shown = "required" if choice == "required" else "get_weather"
     edge.script.says("Just text.")
-    assert violated(edge, tool_choice=choice) == f"The model called no function, against tool_choice '{shown}'."
+    assert violated(edge, tool_choice=choice) == (
+        f"The model called no function, against tool_choice '{shown}': "
+        "it answered in text; ask for the call in the conversation, or try again."
+    )
+
+
+@pytest.mark.parametrize("reply", ["Just text that goes on.", call()])
+def test_a_demanded_call_that_the_token_limit_cut_is_422_that_says_so(edge: RunningEdge, reply: str) -> None:
+    edge.script.says(reply)
+    assert violated(edge, tool_choice="required", max_tokens=5) == (
+        "The model called no function, against tool_choice 'required': "
+        "the reply was cut by the token limit before a call was complete; raise max_tokens."
+    )
+
+
+def test_a_demanded_call_that_cannot_be_parsed_is_422_that_says_so(edge: RunningEdge) -> None:
+    edge.script.says("<tool_call>\nbroken\n</tool_call>")
+    assert violated(edge, tool_choice="required") == (
+        "The model called no function, against tool_choice 'required': "
+        "it wrote a call that cannot be parsed; try again."
+    )
 
 
 def test_another_function_than_the_demanded_one_is_422(edge: RunningEdge) -> None:

@@ -283,6 +283,18 @@ def test_echo_of_ids_repeats_their_text(edge: RunningEdge) -> None:
     assert choice(edge, edge.script.encode("The 日本"), echo=True)["text"] == "The 日本 end"
 
 
+def test_echo_of_ids_has_the_special_tokens_that_echo_of_the_text_has(edge: RunningEdge) -> None:
+    text = "<|im_start|>user\nhi<|im_end|>\n"
+    edge.script.says("end")
+    of_text, of_ids = (
+        choice(edge, prompt, echo=True, logprobs=0, max_tokens=1) for prompt in (text, edge.script.encode(text))
+    )
+    assert of_ids["text"].startswith(text)
+    assert of_ids["logprobs"]["text_offset"][0] == 0
+    assert of_ids["logprobs"]["text_offset"][1] == len("<|im_start|>")
+    assert (of_ids["text"], of_ids["logprobs"]) == (of_text["text"], of_text["logprobs"])
+
+
 def test_echo_scores_the_prompt_without_generating(edge: RunningEdge) -> None:
     body = edge.complete("The capital", echo=True, logprobs=1, max_tokens=0).json()
     found = body["choices"][0]
