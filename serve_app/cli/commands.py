@@ -17,7 +17,8 @@ from serve_app.access.auth import Keyring, hash_key, new_key
 from serve_app.cli.api_key import VARIABLE, read_api_key
 from serve_app.cli.client import Client, ServiceRefused
 from serve_app.cli.conversation import converse
-from serve_app.cli.launch import LaunchFailed, say, up
+from serve_app.cli.launch import LaunchFailed, up
+from serve_app.cli.output import say
 from serve_app.config.deploy import DEMO_KEY, DeployConfig, load_deploy_config
 from serve_app.config.service import KeyConfig, KeyLimits, ServiceConfig
 from serve_app.errors import ConfigRefused, ServiceError
@@ -50,7 +51,16 @@ def _complain(exc: Exception, status: int) -> int:
 
 
 def _up(options: argparse.Namespace) -> None:
-    up(_checked(options.config).bound_to(options.host, options.port))
+    up(_checked(options.config).bound_to(options.host, options.port), options.config)
+
+
+def _deploy(options: argparse.Namespace) -> None:
+    # Imported late, as below: Ray takes a second.
+    from serve_app.cli.deployment import Cluster
+
+    config = _checked(options.config).bound_to(options.host, options.port)
+    cluster = Cluster.of_service(config.port) if options.address is None else Cluster(options.address)
+    cluster.deploy(config)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -176,8 +186,14 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _add(commands, "up", _up, "run the service in the foreground; Ctrl-C ends it and all it started")
     _add_config(command)
-    command.add_argument("--host", help="where to listen, instead of what the file says")
-    command.add_argument("--port", type=int)
+    _add_address(command)
+
+    command = _add(
+        commands, "deploy", _deploy, "put a config.yaml into a service that runs, and wait until it is in force"
+    )
+    _add_config(command)
+    _add_address(command)
+    command.add_argument("--address", metavar="URL", help="the dashboard of another cluster than that of `up`")
 
     _add_config(_add(commands, "check", _check, "check a config.yaml without starting anything"))
 
@@ -241,6 +257,11 @@ def _add_key_options(command: argparse.ArgumentParser) -> None:
 
 def _add_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", type=Path, default=Path("config.yaml"), help="default: config.yaml")
+
+
+def _add_address(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--host", help="where the service listens, instead of what the file says")
+    command.add_argument("--port", type=int)
 
 
 def _add_client(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`serve run`, but ending as a service should: what `launch.py` runs as its child.
+"""`serve run` in a Ray of its own, but ending as a service should: what `launch.py` runs as its child.
 
 On Ctrl-C Serve takes HAProxy down first, and every open stream with it. Here the applications are taken down first, the
 API before the models, each when its requests are finished.
@@ -7,23 +7,53 @@ API before the models, each when its requests are finished.
 import signal
 import sys
 import time
+import traceback
 
+import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.scripts import cli
 
+from serve_app.cli.launch import RAY_DID_NOT_START
+from serve_app.cli.run_folder import RunFolder
+
 _POLL_S = 0.2
+_LOOPBACK = "127.0.0.1"
 
 
-def main(config_path: str) -> None:
+def main(port: int) -> None:
     """Run until SIGINT."""
+    folder = RunFolder.of(port)
     try:
-        # "local": never join a Ray cluster that happens to run on this machine.
-        cli.main(["run", "--address", "local", "--non-blocking", config_path], standalone_mode=False)
+        _start_ray(folder)
+        cli.main(["run", "--non-blocking", str(folder.config)], standalone_mode=False)
         signal.pause()
     except KeyboardInterrupt:
-        _take_down()
-        serve.shutdown()
+        if _serve_runs():
+            _take_down()
+            serve.shutdown()
+        folder.dashboard.unlink(missing_ok=True)  # from here on Ray ends because it is to
+
+
+def _start_ray(folder: RunFolder) -> None:
+    """Ends this process when Ray does not start."""
+    try:
+        # "local": never join a Ray cluster that happens to run on this machine.
+        context = ray.init(
+            address="local",
+            namespace="serve",
+            include_dashboard=True,
+            dashboard_host=_LOOPBACK,
+            _temp_dir=str(folder.path),
+        )
+    except Exception:  # whatever Ray raises: it has no class of its own for this
+        traceback.print_exc()
+        sys.exit(RAY_DID_NOT_START)
+    folder.dashboard.write_text(f"http://{context.dashboard_url}")
+
+
+def _serve_runs() -> bool:
+    return ray.is_initialized() and _get_global_client(raise_if_no_controller_running=False) is not None
 
 
 def _take_down() -> None:
@@ -37,4 +67,4 @@ def _take_down() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]))

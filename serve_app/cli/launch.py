@@ -1,4 +1,4 @@
-"""`python -m serve_app up`: the service as one foreground process that leaves nothing behind.
+"""`python -m serve_app up`: the service as one foreground process that leaves nothing behind but its log.
 
 The child (`driver.py`) is `serve run` with a Ray cluster of its own; what that starts is this process' to end.
 """
@@ -7,28 +7,36 @@ import contextlib
 import http.client
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import yaml
 
-from serve_app.cli.processes import adopt_orphans, command_line, descendants, end_descendants, end_with_parent
-from serve_app.cli.serve_log import deploy_failure, plain
-from serve_app.config.deploy import DEMO_KEY, DeployConfig, require_free
+from serve_app.cli.daemons import Daemons
+from serve_app.cli.output import say
+from serve_app.cli.processes import adopt_orphans, end_descendants, end_with_parent
+from serve_app.cli.run_folder import RunFolder
+from serve_app.cli.serve_log import deploy_failure, last_exception, plain
+from serve_app.config.deploy import DEMO_KEY, DeployConfig, free_port, require_free
 
+DRIVER = (sys.executable, "-m", "serve_app.cli.driver")
+RAY_DID_NOT_START = 75
+"""The driver's exit status when it is worth another try: EX_TEMPFAIL of sysexits.h."""
+
+_RAY_STARTS = 3
 _POLL_S = 0.25
 _STILL_STARTING_S = 20.0
-_SERVE_GRACE_S = 60.0  # once the requests are finished: Serve gives itself 30 s to shut down, and Ray some more
+SERVE_GRACE_S = 60.0  # once the requests are finished: Serve gives itself 30 s to shut down, and Ray some more
 _REST_GRACE_S = 5.0
 _TAIL_LINES = 30
+_METRIC_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
+_REACHED_BY_LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0")
 
 
 class LaunchFailed(Exception):
@@ -39,44 +47,49 @@ class _Interrupted(BaseException):
     """Somebody asked for the end. Not an `Exception`: nothing on the way may take it for a failure of its own."""
 
 
-def up(config: DeployConfig) -> None:
-    """Run the service until a signal. Raises `ConfigRefused` before anything is started, and `LaunchFailed`."""
+def up(
+    config: DeployConfig, config_path: Path, *, driver: Sequence[str] = DRIVER, serve_grace_s: float = SERVE_GRACE_S
+) -> None:
+    """Run the service until a signal. Raises `ConfigRefused` before anything is started, and `LaunchFailed`.
+
+    `driver` is called with the service's port, and finds everything else in the `RunFolder` of that.
+    """
     require_free(config.host, config.port, "end that, or choose another port with --port")
     config = config.with_own_ports()
-    adopt_orphans()
-    service = _Service(config)
-    with _interruptible() as signals:
-        try:
-            _run(service, config)
-            service.finish()
-        except _Interrupted:
-            say("Ending at once.")
-        finally:
-            signals.ignored = True
-            service.destroy()
+    folder = RunFolder.of(config.port)
+    with folder.claimed():
+        adopt_orphans()
+        service = _Service(config, folder, driver, serve_grace_s)
+        with _interruptible() as signals:
+            try:
+                _run(service, config, config_path)
+                service.finish()
+            except _Interrupted:
+                say("Ending at once.")
+            finally:
+                signals.ignored = True
+                end_descendants(_REST_GRACE_S)
+        folder.forget_session()
 
 
-def _run(service: "_Service", config: DeployConfig) -> None:
+def _run(service: "_Service", config: DeployConfig, config_path: Path) -> None:
     try:
         service.start()
         service.wait_until_ready()
-        say(welcome(config))
+        say(welcome(config, service.operations(config_path)))
         service.wait_for_the_end()
     except _Interrupted:
-        say("\nEnding: requests under way are finished first. Once more to end at once.")
+        limit = f"within {service.finish_limit_s:.0f} s"
+        say(f"\nEnding: requests under way are finished first, {limit}. Once more to end at once.")
 
 
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def welcome(config: DeployConfig) -> str:
+def welcome(config: DeployConfig, operations: Sequence[str] = ()) -> str:
     """What to tell whoever started the service; the curl works as it stands."""
     host = _reachable(config.host)
     url = f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
     lines = [f"Roundhouse is ready at {url}/v1 (Ctrl-C ends it)."]
     lines += [f"  model: {model_id}" for model_id in config.model_ids]
+    lines += operations
     if config.has_demo_key:
         lines += [f"  demo key: {DEMO_KEY}", "", *_curl(url, config.model_ids[0])]
     return "\n".join(lines)
@@ -95,39 +108,60 @@ def _curl(url: str, model: str) -> list[str]:
 class _Service:
     """`serve run`, and everything that it starts."""
 
-    def __init__(self, config: DeployConfig) -> None:
+    def __init__(self, config: DeployConfig, folder: RunFolder, driver: Sequence[str], serve_grace_s: float) -> None:
         self._config = config
-        self._folder = Path(tempfile.mkdtemp(prefix="roundhouse-"))
-        self._log = self._folder / "serve.log"
+        self._folder = folder
+        self._driver = driver
         self._child: subprocess.Popen[bytes] | None = None
+        self._daemons: Daemons | None = None
+        self.finish_limit_s = config.graceful_shutdown_timeout_s + serve_grace_s
 
     def start(self) -> None:
-        derived = self._folder / "config.yaml"
-        derived.write_text(yaml.safe_dump(self._config.raw, sort_keys=False))
-        say(f"Starting the service (log: {self._log})")
-        with self._log.open("wb") as log:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "serve_app.cli.driver", str(derived)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=_child_environment(),
-                # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on.
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+        """Returns when Ray runs. Ray gives itself 30 s, which a busy machine may not keep: it is tried again. Raises
+        `LaunchFailed`.
+        """
+        self._folder.config.write_text(yaml.safe_dump(self._config.raw, sort_keys=False))
+        say(f"Starting Ray (log: {self._folder.log})")
+        for tries in range(1, _RAY_STARTS + 1):
+            self._spawn()
+            if self._ray_starts():
+                return
+            end_descendants(_REST_GRACE_S)
+            self._folder.forget_session()
+            reason = last_exception(self._folder.log.read_text(errors="replace"))
+            if tries < _RAY_STARTS:
+                say(f"Ray did not start: {reason} Trying again, {tries + 1} of {_RAY_STARTS}.")
+        raise LaunchFailed(f"Ray did not start in {_RAY_STARTS} tries: {reason} The log is {self._folder.log}.")
 
     def wait_until_ready(self) -> None:
         """Raises `LaunchFailed` with the reason."""
-        started = shown = time.monotonic()
+        started = shown_at = time.monotonic()
+        shown = ""
         while (state := _readiness(self._config)) is not None:
             self._require_alive()
             if failure := self._failure():
                 raise LaunchFailed(failure)
-            if time.monotonic() - shown > _STILL_STARTING_S:
-                shown = time.monotonic()
-                say(f"Still starting after {shown - started:.0f} s. {state}")
+            now = time.monotonic()
+            if now - shown_at > _STILL_STARTING_S:
+                say(f"Still starting after {now - started:.0f} s. {state}")
+                shown_at = now
+            elif state != shown:
+                say(state)
+            shown = state
             time.sleep(_POLL_S)
+
+    def operations(self, config_path: Path) -> list[str]:
+        """How to change and watch what runs; each command works as it stands."""
+        dashboard = self._folder.dashboard.read_text()
+        python = Path(sys.executable)
+        token = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={self._folder.token}"
+        deploy = f"{_shown(python)} -m serve_app deploy --config {config_path} --port {self._config.port}"
+        return [
+            f"  log: {self._folder.log}",
+            f"  to change it: {deploy}",
+            f"  dashboard: {dashboard} (it asks for the token in {self._folder.token})",
+            f"  Ray's own tools: {token} {_shown(python.with_name('serve'))} status -a {dashboard}",
+        ]
 
     def wait_for_the_end(self) -> None:
         while True:
@@ -135,39 +169,68 @@ class _Service:
             time.sleep(_POLL_S)
 
     def finish(self) -> None:
-        """End as a service should: when the requests are finished."""
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(self._config.graceful_shutdown_timeout_s + _SERVE_GRACE_S)
+        """End as a service should: when the requests are finished, and within `finish_limit_s`."""
+        if self._child is None or self._child.poll() is not None:
+            return
+        self._child.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + self.finish_limit_s
+        while self._child.poll() is None:
+            if lost := self._lost():
+                say(f"{lost} Requests under way are cut off.")
+                return
+            if time.monotonic() > deadline:
+                say(f"Not everything ended within {self.finish_limit_s:.0f} s. Ending the rest at once.")
+                return
+            time.sleep(_POLL_S)
 
-    def destroy(self) -> None:
-        """End whatever is left."""
-        end_descendants(_REST_GRACE_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def _spawn(self) -> None:
+        with self._folder.log.open("ab") as log:
+            self._child = subprocess.Popen(
+                [*self._driver, str(self._config.port)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=_child_environment(self._config, self._folder),
+                # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on.
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    def _ray_starts(self) -> bool:
+        """Whether this try succeeds, once that is known. Raises `LaunchFailed` when another one would fail too."""
+        assert self._child is not None
+        started = shown_at = time.monotonic()
+        while not self._folder.dashboard.exists():
+            if self._child.poll() == RAY_DID_NOT_START:
+                return False
+            self._require_alive()
+            if time.monotonic() - shown_at > _STILL_STARTING_S:
+                shown_at = time.monotonic()
+                say(f"Ray is still starting after {shown_at - started:.0f} s.")
+            time.sleep(_POLL_S)
+        self._daemons = Daemons.find()
+        say(f"Starting the service (dashboard: {self._folder.dashboard.read_text()})")
+        return True
 
     def _require_alive(self) -> None:
         assert self._child is not None
+        if lost := self._lost():
+            raise LaunchFailed(f"{lost} Ray's logs are in {self._folder.ray_logs}.")
         status = self._child.poll()
         if status is not None:
-            raise LaunchFailed(f"Ray Serve ended with status {status}. Its last words:\n{_tail(self._log)}")
+            log = self._folder.log
+            raise LaunchFailed(f"Ray Serve ended with status {status}. The last words of {log}:\n{_tail(log)}")
+
+    def _lost(self) -> str | None:
+        """A sentence on a daemon that ended before the driver had it end."""
+        name = None if self._daemons is None else self._daemons.lost()
+        if name is None or not self._folder.dashboard.exists():
+            return None
+        return f"Ray's {name} has ended by itself, and the service cannot go on without it."
 
     def _failure(self) -> str | None:
-        failures = (deploy_failure(log.read_text(errors="replace")) for log in self._controller_logs())
-        return next(filter(None, failures), None)
-
-    def _controller_logs(self) -> Iterator[Path]:
-        """Serve keeps what its controller says in the session folder of Ray, which the daemons have on their command
-        lines.
-        """
-        for pid in descendants():
-            for argument in command_line(pid):
-                if argument.startswith(_SESSION):
-                    yield from Path(argument.removeprefix(_SESSION)).glob("logs/serve/controller_*.log")
-                    return
-
-
-_SESSION = "--session-dir="
+        logs = self._folder.ray_logs.glob("serve/controller_*.log")
+        return next(filter(None, (deploy_failure(log.read_text(errors="replace")) for log in logs)), None)
 
 
 def _readiness(config: DeployConfig) -> str | None:
@@ -182,7 +245,7 @@ def _readiness(config: DeployConfig) -> str | None:
         message: str = json.loads(body)["error"]["message"]
         return message
     except (OSError, http.client.HTTPException, ValueError, LookupError):
-        return "It does not answer yet."
+        return "The API does not answer yet."
     finally:
         connection.close()
 
@@ -192,15 +255,32 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _child_environment() -> dict[str, str]:
+def _child_environment(config: DeployConfig, folder: RunFolder) -> dict[str, str]:
     environment = dict(os.environ)  # noqa: TID251 - handed on as it is, not read
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray lets its workers give way to everything else on the machine (15). The replicas are what this machine is for.
     environment.setdefault("RAY_worker_niceness", "0")
+    environment.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # 30 are too few on a busy machine
+    for name in _METRIC_PORTS:  # fixed in Ray: a second cluster on the machine would have none
+        environment.setdefault(name, str(free_port()))
+    # Whoever reaches Ray's ports without this service's token is turned away. Ray would prefer these two, which are
+    # another cluster's.
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+        environment.pop(name, None)
+    environment["RAY_AUTH_MODE"] = "token"
+    environment["RAY_AUTH_TOKEN_PATH"] = str(folder.token)
+    if config.host in _REACHED_BY_LOOPBACK:
+        # Ray's own ports on loopback only, as on macOS. Ray has no other switch: it replaces a node address 127.0.0.1.
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     # Workers start elsewhere and must find this package even when it is not installed.
     checkout = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (checkout, environment.get("PYTHONPATH"))))
     return environment
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working folder where that is shorter."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _tail(log: Path) -> str:

@@ -38,6 +38,14 @@ def descendants() -> list[int]:
     return found[1:]
 
 
+def is_running(pid: int) -> bool:
+    """False for a zombie too."""
+    try:
+        return _status(Path("/proc") / str(pid))[1] != "Z"
+    except (OSError, ValueError):
+        return False
+
+
 def command_line(pid: int) -> list[str]:
     """Empty for a process that is gone."""
     with suppress(OSError):
@@ -77,6 +85,12 @@ def _process_table() -> Iterator[tuple[int, int, str]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError):
-                # The command, in parentheses, may hold anything, parentheses included.
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                yield int(entry.name), int(parent), state
+                parent, state = _status(entry)
+                yield int(entry.name), parent, state
+
+
+def _status(process: Path) -> tuple[int, str]:
+    """(parent's id, state). Raises `OSError` for a process that is gone."""
+    # The command, in parentheses, may hold anything, parentheses included.
+    state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+    return int(parent), state

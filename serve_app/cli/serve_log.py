@@ -22,17 +22,22 @@ def deploy_failure(log: str) -> str | None:
 
     A replica that fails to start is tried again a few times; that alone is no failure.
     """
-    last_exception = None
+    last_failure = None
     for entry in _ENTRY.finditer(plain(log)):
         text = entry["text"]
         if found := _BUILD.match(text):
             return _sentence(found)
-        last_exception = _REPLICA.match(text) or last_exception
-        if text.startswith(_GIVEN_UP) and last_exception is not None:
-            return _sentence(last_exception)
+        last_failure = _REPLICA.match(text) or last_failure
+        if text.startswith(_GIVEN_UP) and last_failure is not None:
+            return _sentence(last_failure)
     return None
 
 
+def last_exception(text: str) -> str:
+    """The message of the exception that a log ends with."""
+    last = next((line.strip() for line in reversed(plain(text).splitlines()) if line.strip()), "")
+    return _EXCEPTION.sub("", last, count=1)
+
+
 def _sentence(found: "re.Match[str]") -> str:
-    last = next(line.strip() for line in reversed(found["why"].splitlines()) if line.strip())
-    return f"The application {found['app']!r} failed to deploy: {_EXCEPTION.sub('', last, count=1)}"
+    return f"The application {found['app']!r} failed to deploy: {last_exception(found['why'])}"

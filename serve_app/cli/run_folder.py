@@ -1,0 +1,112 @@
+"""What one `up` has on disk while it runs, and what it leaves: its log.
+
+It lies in the system's folder for temporary files, below one that only this user may enter, and is named by the
+service's port. Ray's session lies in it too, so that Ray's sockets and files are out of reach for other users, and
+`/tmp/ray` stays as other clusters left it.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_app.errors import ConfigRefused
+
+_LOG, _EARLIER_LOG, _LOCK = "serve.log", "serve.log.1", "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`dashboard`: a file that holds the dashboard's address; it is there once Ray runs."""
+
+    path: Path
+
+    @staticmethod
+    def of(port: int) -> "RunFolder":
+        # Short: below it lie Ray's sockets, and the path of a socket has at most 107 bytes.
+        return RunFolder(Path(tempfile.gettempdir()) / f"roundhouse-{os.getuid()}" / str(port))
+
+    @property
+    def log(self) -> Path:
+        return self.path / _LOG
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def token(self) -> Path:
+        return self.path / "auth_token"
+
+    @property
+    def dashboard(self) -> Path:
+        return self.path / "dashboard"
+
+    @property
+    def ray_logs(self) -> Path:
+        return self.path / "session_latest" / "logs"
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """The folder belongs to this process: what an earlier run left is gone, but for its log. Raises
+        `ConfigRefused` when a service runs in it.
+        """
+        _make_private(self.path.parent)
+        self.path.mkdir(exist_ok=True)
+        with (self.path / _LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                raise ConfigRefused(
+                    f"A service of yours has port {self.path.name} already: end it, or choose another with --port."
+                ) from exc
+            self._clear()
+            if self.log.exists():
+                self.log.replace(self.path / _EARLIER_LOG)
+            with open(os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            try:
+                yield
+            finally:
+                self.token.unlink(missing_ok=True)
+
+    def forget_session(self) -> None:
+        """Before Ray starts anew, and when it has ended as it should: only the log is worth keeping."""
+        self.dashboard.unlink(missing_ok=True)
+        for entry in self.path.glob("session_*"):
+            if entry.is_symlink():
+                entry.unlink()
+            else:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def is_claimed(self) -> bool:
+        """Whether a service runs in it."""
+        try:
+            with (self.path / _LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def _clear(self) -> None:
+        self.forget_session()
+        for entry in self.path.iterdir():
+            if entry.name not in (_LOG, _EARLIER_LOG, _LOCK):
+                entry.unlink()
+
+
+def _make_private(folder: Path) -> None:
+    """Raises `ConfigRefused` when somebody else could put files there."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigRefused(f"{folder} is not a folder of yours: remove it, or set TMPDIR to another place.")
+    folder.chmod(0o700)
