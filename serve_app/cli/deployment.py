@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from ray._private.authentication.authentication_token_setup import _enable_token_auth
-from ray._raylet import AuthenticationTokenLoader
+from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader, _enable_token_auth
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from serve_app.cli.client import ServiceRefused
