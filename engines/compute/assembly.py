@@ -15,10 +15,9 @@ from engines.compute.path import ComputePath
 from engines.compute.runner import ModelRunner
 from engines.config import EngineConfig
 from engines.cores import available_cores
-from engines.errors import ModelRefused
 from engines.lora.format.targets import LoraTargets
 from engines.lora.shards import Shards
-from engines.model.loader import LoadedModel, load_model
+from engines.model.loader import check_context_length, load_model
 from engines.tensors.kv_cache import blocks_for, free_memory
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,8 @@ def assemble_model(config: EngineConfig, candidates: Candidates = candidate_path
     threads = 1 if config.exact else cores  # of torch, which cuts sums between threads
     torch.set_num_threads(threads)
     loaded = load_model(config)
-    context_length = _context_length(config, loaded)
+    check_context_length(config, loaded.context_length)
+    context_length = config.context_length or loaded.context_length
     shards = None
     if config.tensor_parallel > 1:
         shards = Shards.of(loaded.model, dist.get_rank(), config.tensor_parallel)
@@ -135,15 +135,3 @@ def _num_blocks(model: PagedModel, config: EngineConfig) -> int:
         context_length=model.context_length,
         max_running=config.max_running,
     )
-
-
-def _context_length(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Raises `ModelRefused` when more is asked for than the model was made for."""
-    if config.context_length is None:
-        return loaded.context_length
-    if config.context_length > loaded.context_length:
-        raise ModelRefused(
-            f"context_length = {config.context_length} is more than the {loaded.context_length} tokens that "
-            f"{config.source!r} was made for."
-        )
-    return config.context_length

@@ -1,5 +1,6 @@
 """A model from a folder, a hub id or a GGUF file, checked for what this engine can compute exactly."""
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GgufConfig
 from transformers.distributed import DistributedConfig
 
@@ -37,21 +39,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
     device = pick_device(config.device)
     if config.tensor_parallel > 1 and device.type == "cuda":
         device = torch.device("cuda", dist.get_rank())
-    folder, gguf_file = split_gguf(config.source)
-    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    if gguf_file is not None:
-        options = {"gguf_file": gguf_file}
+    hf_config = _read_config(config)
+    folder, options = _location(config)
+    if "gguf_file" in options:
+        # Otherwise the weights would stay packed and every layer be a class of its own.
+        options["quantization_config"] = GgufConfig(dequantize=True)
     if config.tensor_parallel > 1:
         options["distributed_config"] = DistributedConfig(tp_size=config.tensor_parallel)
+    dtype = _dtype(config, hf_config)
+    logger.info("loading %s as %s on %s", config.source, dtype, device)
     try:
-        hf_config = AutoConfig.from_pretrained(folder, **options)
-        check_layer_types(hf_config.get_text_config())
-        check_rotation(hf_config.get_text_config(), config.context_length)
-        if gguf_file is not None:
-            # Otherwise the weights would stay packed and every layer be a class of its own.
-            options["quantization_config"] = GgufConfig(dequantize=True)
-        dtype = _dtype(config, hf_config)
-        logger.info("loading %s as %s on %s", config.source, dtype, device)
         loader = AutoModelForImageTextToText if takes_images(hf_config, config) else AutoModelForCausalLM
         model = loader.from_pretrained(folder, dtype=dtype, **options).eval()
         if config.tensor_parallel == 1:  # else each process' part lies on its device
@@ -67,6 +64,58 @@ def takes_images(hf_config: Any, config: EngineConfig) -> bool:
     """Whether the model is served with its vision tower. Exact and tensor-parallel engines serve its text alone."""
     has_tower = getattr(hf_config, "vision_config", None) is not None
     return has_tower and not config.exact and config.tensor_parallel == 1
+
+
+def check_source(config: EngineConfig) -> None:
+    """Whether the model can be loaded, as far as all but its weights tells. Raises `ModelRefused`."""
+    if config.source.startswith("/") and not Path(config.source).exists():
+        raise ModelRefused(f"The source does not exist: {config.source!r}.")
+    text = _read_config(config).get_text_config()
+    check_context_length(config, _context_length(text))
+    folder = Path(config.source)
+    if folder.is_dir():
+        _check_weight_files(folder)
+
+
+def check_context_length(config: EngineConfig, longest: int) -> None:
+    """Raises `ModelRefused` when more is asked for than the model was made for."""
+    if config.context_length is not None and config.context_length > longest:
+        raise ModelRefused(
+            f"context_length = {config.context_length} is more than the {longest} tokens that {config.source!r} was "
+            "made for."
+        )
+
+
+def _read_config(config: EngineConfig) -> Any:
+    folder, options = _location(config)
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
+        raise ModelRefused(f"{config.source!r} cannot be loaded: {' '.join(str(exc).split())}") from exc
+    check_layer_types(hf_config.get_text_config())
+    check_rotation(hf_config.get_text_config(), config.context_length)
+    return hf_config
+
+
+def _location(config: EngineConfig) -> tuple[str, dict[str, Any]]:
+    """Where transformers finds the model, and the options that say which of it."""
+    folder, gguf_file = split_gguf(config.source)
+    if gguf_file is not None:
+        return folder, {"gguf_file": gguf_file}
+    return folder, {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def _check_weight_files(folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ModelRefused(f"The folder {str(folder)!r} holds no weights, such as model.safetensors.")
+    for index in folder.glob("*.index.json"):
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+            raise ModelRefused(f"{str(index)!r} is not an index of weights.") from exc
+        missing = sorted(name for name in map(str, named) if not (folder / name).is_file())
+        if missing:
+            raise ModelRefused(f"The folder {str(folder)!r} lacks {missing[0]}, which {index.name} names.")
 
 
 def split_gguf(source: str) -> tuple[str, str | None]:
