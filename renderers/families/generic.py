@@ -82,7 +82,9 @@ class PlainParser:
 def refuse_effort(effort: Effort | None) -> None:
     """For models that do not reason at will. Raises `RenderError`."""
     if effort is not None:
-        raise RenderError(f"reasoning_effort: this model takes no value, got {effort!r}.", "reasoning_effort")
+        raise RenderError(
+            f"reasoning_effort must be left out: this model does not reason, got {effort!r}.", "reasoning_effort"
+        )
 
 
 def _ids(token_id: int | None) -> frozenset[int]:

@@ -102,10 +102,12 @@ def test_the_generic_renderer_parses_no_calls_and_takes_no_effort(generic):
     assert not generic.supports_tools
     generic.check_effort(None)
     for effort in (True, False, "none", "high", 0.5):
-        with pytest.raises(RenderError, match="this model takes no value, got") as error:
+        with pytest.raises(
+            RenderError, match="reasoning_effort must be left out: this model does not reason, got"
+        ) as error:
             generic.check_effort(effort)
         assert error.value.param == "reasoning_effort"
-    with pytest.raises(RenderError, match="takes no value"):
+    with pytest.raises(RenderError, match="this model does not reason"):
         generic.render(Conversation((user("q"),), effort="high"))
 
 
@@ -164,7 +166,7 @@ def test_role_colon_ends_where_the_user_would_go_on(role_colon):
         ),
         (
             Conversation((user("q"),), effort=True),
-            "reasoning_effort: this model takes no value, got True.",
+            "reasoning_effort must be left out: this model does not reason, got True.",
             "reasoning_effort",
         ),
         (Conversation((user("\ud800"),)), "messages: a text holds half of a surrogate pair, U+D800.", "messages"),

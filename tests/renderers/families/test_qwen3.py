@@ -362,7 +362,7 @@ def test_another_effort_is_refused_with_the_list_of_those_accepted(both, effort)
 @pytest.mark.parametrize("name", ["qwen3_instruct_2507", "qwen2_5"])
 def test_a_model_that_never_reasons_takes_no_effort(name, effort):
     renderer = registry.build(None, qwen_tokenizer(), template(name))
-    with pytest.raises(RenderError, match="this model takes no value"):
+    with pytest.raises(RenderError, match="this model does not reason"):
         renderer.check_effort(effort)
     renderer.check_effort(None)
 

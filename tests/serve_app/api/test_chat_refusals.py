@@ -137,7 +137,7 @@ def test_an_effort_that_the_model_does_not_take_lists_those_it_does(edge: Runnin
 
 @pytest.mark.parametrize("effort", ["none", True, 0.5])
 def test_a_model_that_cannot_reason_takes_no_effort(edge: RunningEdge, effort: Any) -> None:
-    message = f"reasoning_effort: this model takes no value, got {effort!r}."
+    message = f"reasoning_effort must be left out: this model does not reason, got {effort!r}."
     assert refused(edge.chat(model=PLAIN, reasoning_effort=effort)) == (message, "reasoning_effort")
 
 
