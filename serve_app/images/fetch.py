@@ -23,9 +23,15 @@ _PIECE_BYTES = 1 << 16
 _MAX_URL_CHARACTERS = 4096
 
 
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+"""An IPv4 address stands in the last 32 bits of these (RFC 6052)."""
+
+
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the open internet's."""
+    """Whether an IP address is one of the open internet's, and so is one that it carries."""
     found = ipaddress.ip_address(address.partition("%")[0])
+    if found in _NAT64:
+        return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
     mapped = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
     return found.is_global and not found.is_multicast and (mapped is None or is_public(str(mapped)))
 

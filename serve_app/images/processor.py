@@ -123,6 +123,9 @@ def _processor_name(source: str, revision: str | None, config: Mapping[str, Any]
 
 
 def _read_json(source: str, name: str, revision: str | None) -> Mapping[str, Any]:
-    found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    try:
+        found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except OSError as exc:
+        raise ConfigRefused(f"The model {source!r} cannot be found.") from exc
     parsed = json.loads(Path(found).read_text(encoding="utf-8")) if found is not None else {}
     return parsed if isinstance(parsed, dict) else {}

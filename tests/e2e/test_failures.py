@@ -16,9 +16,9 @@ from tests.e2e.service_config import GROWING, KEY, MODEL
 from tests.support.waiting import eventually
 
 
-def replica_processes(app: str) -> list[int]:
+def replica_processes(app: str, deployment: str = "engine") -> list[int]:
     """By the title that Serve gives them."""
-    title = f"ray::ServeReplica:{app}:engine"
+    title = f"ray::ServeReplica:{app}:{deployment}"
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

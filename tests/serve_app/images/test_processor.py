@@ -1,0 +1,77 @@
+"""What the model's own processor of transformers makes of an image, without the parts that need torchvision."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
+
+from serve_app.errors import ConfigRefused
+from serve_app.images.decode import ImageRefused
+from serve_app.images.prepared import PreparedImage
+from serve_app.images.processor import ModelProcessor
+from tests.support.readme_blocks import ROOT
+from tests.support.tiny_tokenizer import save_model_folder
+
+QWEN = str(ROOT / "cluster" / "examples" / "tiny-vision")
+LLAVA = str(ROOT / "tests" / "support" / "models" / "tiny-llava")
+
+
+def noise(width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def arrays(image: PreparedImage) -> dict[str, np.ndarray]:
+    return {
+        name: np.frombuffer(tensor.data, dtype=tensor.dtype).reshape(tensor.shape)
+        for name, tensor in image.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("size", [(64, 64), (300, 200), (200, 300), (1, 1), (640, 30)])
+def test_tensors_and_tokens_are_those_of_the_models_whole_processor(size: tuple[int, int]) -> None:
+    image = noise(*size)
+    prepared = ModelProcessor(LLAVA).prepare(image)
+    whole = AutoProcessor.from_pretrained(LLAVA)(images=[image], text="<image>", return_tensors="np")
+    assert prepared.token_ids == tuple(whole["input_ids"][0])
+    found = arrays(prepared)
+    assert found.keys() == {"pixel_values"}
+    assert np.array_equal(found["pixel_values"], whole["pixel_values"])
+
+
+def test_an_image_has_as_many_tokens_as_its_grid_has_merged_patches() -> None:
+    prepared = ModelProcessor(QWEN).prepare(noise(300, 200))
+    grid = arrays(prepared)["image_grid_thw"]
+    pad = AutoTokenizer.from_pretrained(QWEN).convert_tokens_to_ids("<|image_pad|>")
+    assert prepared.token_ids == (pad,) * int(grid.prod() // 4)
+    assert arrays(prepared)["pixel_values"].shape == (int(grid.prod()), 3 * 2 * 8 * 8)
+
+
+def test_equal_pixels_have_one_digest_and_others_another() -> None:
+    processor = ModelProcessor(QWEN)
+    first, again, other = (processor.prepare(noise(*size)) for size in ((64, 64), (64, 64), (72, 64)))
+    assert first == again
+    assert first.digest != other.digest
+
+
+def test_the_frame_is_what_the_chat_template_writes_around_an_image() -> None:
+    ids = AutoTokenizer.from_pretrained(QWEN).convert_tokens_to_ids
+    frame = ModelProcessor(QWEN).frame
+    assert (frame.placeholder_id, frame.start_id, frame.end_id) == tuple(
+        ids(token) for token in ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+    )
+    assert ModelProcessor(LLAVA).frame.start_id is None
+
+
+def test_a_shape_that_the_model_cannot_take_is_refused() -> None:
+    with pytest.raises(ImageRefused, match=r"has a shape that this model cannot take: 1 x 3000 pixels"):
+        ModelProcessor(QWEN).prepare(noise(1, 3000))
+
+
+def test_a_model_without_an_image_processor_is_refused(tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path / "text")
+    with pytest.raises(ConfigRefused, match="transformers has no image processor for the model"):
+        ModelProcessor(str(folder))
+    with pytest.raises(ConfigRefused, match="cannot be found"):
+        ModelProcessor(str(tmp_path / "nowhere"))
