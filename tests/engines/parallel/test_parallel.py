@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.compute.runner import ModelRunner
+from engines.compute.assembly import assemble_model
+from engines.compute.paged_model import PagedModel
+from engines.compute.path import ComputePath
+from engines.compute.plain_path import PlainPath
 from engines.config import EngineConfig
 from engines.errors import AdapterRefused, EngineError, EngineStopped, ModelRefused
 from engines.lora.format.pairs import LoraPair
@@ -24,7 +29,7 @@ from engines.parallel.messages import ChunkMessage
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
-from engines.tensors.batch import build_batch
+from engines.tensors.batch import StepBatch, build_batch
 from engines.torch_engine import TorchEngine
 from serve_app.cli.processes import command_line
 from tests.support.engine_harness import (
@@ -128,13 +133,27 @@ def test_a_start_that_is_cancelled_leaves_nobody_behind() -> None:
     asyncio.run(main())
 
 
-def test_a_forward_that_raises_ends_the_engine_for_the_others_may_be_out_of_step(monkeypatch) -> None:
-    with DrivenEngine(engine_config("llama", **TWO)) as engine:
+class Exhausted(PlainPath):
+    """There is no memory left once the engine is up."""
 
-        def fail(self, chunks):
+    is_up = False
+
+    def warm_up(self) -> None:
+        self.is_up = True
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        if self.is_up:
             raise torch.OutOfMemoryError("no memory left on this device")
+        return super().forward(batch)
 
-        monkeypatch.setattr(ModelRunner, "forward", fail)
+
+def exhausted(model: PagedModel, config: EngineConfig, *, threads: int) -> Iterator[ComputePath]:
+    yield Exhausted(model, config.block_size)
+
+
+def test_a_forward_that_raises_ends_the_engine_for_the_others_may_be_out_of_step() -> None:
+    assemble = partial(assemble_model, candidates=exhausted)
+    with DrivenEngine(engine_config("llama", **TWO), assemble) as engine:
         result = engine.run(_generate_one(engine))
         assert isinstance(result.error, EngineError)
         eventually(lambda: engine.stats().failed)
