@@ -24,7 +24,7 @@ _PAGE = 256
 """FlashAttention 2 reads pages of a multiple of this many tokens."""
 
 MOST_GATHERED = 1 << 16
-"""Tokens of all sequences together whose K and V are copied for a call; for more the Triton kernels read the blocks."""
+"""Tokens of all sequences together: as of `VarlenBackend`, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +71,23 @@ class Flash:
 
 
 class VarlenBackend(PrefillBackend):
-    """Implements `attention.interface.AttentionBackend`."""
+    """Implements `attention.interface.AttentionBackend`.
 
-    def __init__(self, cache: KVCache, flash: Flash, *, num_programs: int) -> None:
+    `most_gathered`: tokens of all sequences together whose K and V are copied for a call; for more the Triton kernels
+    read the blocks.
+    """
+
+    def __init__(self, cache: KVCache, flash: Flash, *, num_programs: int, most_gathered: int = MOST_GATHERED) -> None:
         super().__init__(cache, num_programs=num_programs)
         self._flash = flash
+        self._most_gathered = most_gathered
         self._gathers = bool(cache.block_size % flash.page)
         # FlashAttention 3 loads whole pages of V, and 0 times what is not finite is not 0.
         self.reads_whole_blocks = not self._gathers
         self._gathered: tuple[PagedLayout, torch.Tensor, torch.Tensor] | None = None
 
     def takes(self, q: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout) -> bool:
-        is_too_much = self._gathers and sum(layout.ends) > MOST_GATHERED
+        is_too_much = self._gathers and sum(layout.ends) > self._most_gathered
         return not is_too_much and self._flash.takes(q, values, attention)
 
     def prefill(

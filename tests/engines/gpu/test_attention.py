@@ -171,11 +171,10 @@ def flash(
 
 def by_triton(cache):
     """More than is gathered."""
-    return VarlenBackend(cache, Flash(None, (torch.float32,), page=256), num_programs=1)
+    return VarlenBackend(cache, Flash(None, (torch.float32,), page=256), num_programs=1, most_gathered=0)
 
 
-def test_more_than_is_gathered_is_read_where_it_lies(monkeypatch) -> None:
-    monkeypatch.setattr("engines.gpu.varlen.MOST_GATHERED", 0)
+def test_more_than_is_gathered_is_read_where_it_lies() -> None:
     Bench(LAYERS["plain"], by_triton, [300, 3]).run_long_and_short()
 
 
