@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
 from engines.delivery import deliver
@@ -22,6 +22,7 @@ from engines.errors import EngineError, EngineStopped, QueueFull, RequestRefused
 from engines.planning.places import whom_to_displace
 from engines.protocol import (
     Adapter,
+    EngineCounters,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -84,14 +85,18 @@ class _Generation:
 
 @dataclass(slots=True)
 class _Counters:
+    """Of `EngineCounters`, what this engine does: it never preempts, and no adapter is refused."""
+
     requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed_requests: int = 0
+    steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    aborted: int = 0
     adapter_loads: int = 0
     adapter_evictions: int = 0
-    steps: int = 0
 
 
 @dataclass(slots=True)
@@ -134,6 +139,7 @@ class FakeEngine:
                 await loop
         state = self._state
         ended = [*state.running.values(), *state.waiting]
+        state.counters.failed_requests += len(ended)
         state.running.clear()
         state.waiting.clear()
         deliver([(g.sink, Output(g.request.request_id, EngineStopped("The engine was closed."))) for g in ended])
@@ -180,7 +186,6 @@ class FakeEngine:
         used = sum(generation.num_blocks for generation in state.running.values())
         total = config.kv_capacity_tokens // _BLOCK_TOKENS
         busy = bool(state.running or state.waiting)
-        counters = state.counters
         return EngineStats(
             running=len(state.running),
             waiting=len(state.waiting),
@@ -192,7 +197,7 @@ class FakeEngine:
             adapters=tuple(state.adapters),
             stalled_s=time.monotonic() - self._last_step_at if busy else 0.0,
             failed=self._loop is None,
-            counters={name: getattr(counters, name) for name in _Counters.__slots__},
+            counters=EngineCounters(**asdict(state.counters)),
         )
 
     def _check(self, request: GenerateRequest) -> None:
@@ -249,11 +254,13 @@ class FakeEngine:
         try:
             delta = _delta(generation, self._config)
         except EngineError as exc:
+            self._state.counters.failed_requests += 1
             del self._state.running[request.request_id]
             yield generation.sink, Output(request.request_id, exc)
             return
         self._state.counters.generated_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
+            self._state.counters.finished += 1
             del self._state.running[request.request_id]
         yield generation.sink, Output(request.request_id, delta)
 

@@ -60,17 +60,20 @@ class AdapterLoads(Protocol):
 
 
 @dataclass(slots=True)
-class Counters:
-    """Only ever grow. Tokens are computed tokens: a preempted prompt counts again."""
+class LoopCounters:
+    """The loop's share of `engines.protocol.EngineCounters`, counted as it goes."""
 
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    cached_tokens: int = 0
     requests: int = 0
     finished: int = 0
+    aborted: int = 0
     failed_requests: int = 0
+    steps: int = 0
     step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    generated_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ class EngineLoop:
     on_end: Callable[[EngineStopped], None]
     pace: PrefillPace | None = None
     sampler: Sampler = Draws
-    counters: Counters = field(default_factory=Counters)
+    counters: LoopCounters = field(default_factory=LoopCounters)
     failed: bool = False
     last_progress: float = field(default_factory=time.monotonic)
     _commands: deque[Command] = field(default_factory=deque)
@@ -128,6 +131,7 @@ class EngineLoop:
         """A command: end a request without output; unknown ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
+            self.counters.aborted += 1
             self._end(sequence)
 
     def run(self) -> None:
@@ -143,6 +147,7 @@ class EngineLoop:
         finally:
             with self._wake:
                 self._ended = True
+            self.counters.failed_requests += len(self._sequences)
             self.on_end(EngineStopped("The engine has failed." if self.failed else "The engine was stopped."))
 
     def _obey(self) -> None:
@@ -317,11 +322,13 @@ class EngineLoop:
         logprobs: tuple[TokenLogprob, ...] = ()
         if draw is not None and draw.token_id is not None:
             sequence.append(draw.token_id)
+            self.counters.generated_tokens += 1
             token_ids = (draw.token_id,)
             logprobs = (draw.logprob,) if draw.logprob is not None else ()
         first = not sequence.delivered
         sequence.delivered = True
         cached = sequence.cached_len or 0 if first else 0
+        self.counters.prompt_tokens += sequence.num_prompt if first else 0
         self.counters.cached_tokens += cached
         return TokenDelta(
             token_ids,

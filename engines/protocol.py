@@ -5,7 +5,7 @@ An engine knows neither text nor HTTP nor Ray. `serve_app` talks to it through `
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -147,8 +147,35 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """What an engine has done since it was started. Values only grow; each is exported as a metric of its name.
+
+    A request that the engine has taken ends as `finished`, `aborted` or `failed_requests`. `prompt_tokens` and
+    `cached_tokens` count a request once, when its prompt is computed. `prefill_tokens` and `decode_tokens` count
+    computed tokens, those of a preempted request again.
+    """
+
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed_requests: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    generated_tokens: int = 0
+    adapter_loads: int = 0
+    adapter_load_seconds: float = 0.0
+    adapter_evictions: int = 0
+    adapter_refusals: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot, cheap enough to take every second. Counters only grow while the engine lives.
+    """A snapshot, cheap enough to take every second.
 
     `stalled_s`: seconds since the last finished step while there was work to do, 0 when idle. It is what readiness is
     judged by. `adapters` holds the digests in device slots, least recently used first.
@@ -164,7 +191,7 @@ class EngineStats:
     adapters: tuple[str, ...] = ()
     stalled_s: float = 0.0
     failed: bool = False
-    counters: Mapping[str, float] = field(default_factory=dict)
+    counters: EngineCounters = EngineCounters()
 
 
 class Engine(Protocol):

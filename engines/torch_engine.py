@@ -26,7 +26,7 @@ from engines.planning.places import whom_to_displace
 from engines.planning.prefill_pace import PrefillPace
 from engines.planning.scheduler import Scheduler
 from engines.planning.sequence import TokenSequence
-from engines.protocol import Adapter, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink
+from engines.protocol import Adapter, EngineCounters, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink
 from engines.switching import switch_soon
 
 logger = logging.getLogger(__name__)
@@ -178,11 +178,18 @@ class _Parts:
             adapters=self.adapters.resident,
             stalled_s=0.0 if loop.scheduler.is_idle else time.monotonic() - loop.last_progress,
             failed=loop.failed or (self.group is not None and self.group.lost),
-            counters={
-                **asdict(loop.counters),
-                "preemptions": loop.scheduler.preemptions,
-                **{f"adapter_{name}": value for name, value in asdict(self.adapters.counters).items()},
-            },
+            counters=self.counters(),
+        )
+
+    def counters(self) -> EngineCounters:
+        adapters = self.adapters.counters
+        return EngineCounters(
+            **asdict(self.loop.counters),
+            preemptions=self.loop.scheduler.preemptions,
+            adapter_loads=adapters.loads,
+            adapter_load_seconds=adapters.load_seconds,
+            adapter_evictions=adapters.evictions,
+            adapter_refusals=adapters.refusals,
         )
 
 

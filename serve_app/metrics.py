@@ -1,12 +1,13 @@
 """Every metric of the service, declared once. Ray exports them as `ray_<name>`, counters with `_total`, with the
 application, deployment and replica they come from.
 
-One update costs 6 to 7 µs, so the ingress counts per request and a replica once a second, never per token.
+One update costs 6 to 7 µs, so the ingress counts per request and a replica once a second, never per token. A metric of
+the engine or the store bears the name of the field that it exports.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray.serve import metrics
 
@@ -22,6 +23,20 @@ _ADAPTER_NAMES_EVER = 200
 _COUNTED_ADAPTERS = 10_000
 _DIGEST_CHARACTERS = 12
 OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Exporter:
+    """What makes metrics, each of a name, a description and the names of its labels: Ray's, or ones that can be read
+    back.
+    """
+
+    counter: Callable[..., Any] = metrics.Counter
+    gauge: Callable[..., Any] = metrics.Gauge
+    histogram: Callable[..., Any] = metrics.Histogram
+
+
+RAY = Exporter()
 
 
 @dataclass(slots=True)
@@ -76,9 +91,9 @@ class Growth:
 class StoreMetrics:
     """The checkpoint store of an ingress, and those that take its place when the configuration changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, exporter: Exporter = RAY) -> None:
         self._counters = {
-            name: metrics.Counter(f"roundhouse_checkpoint_{name}", description)
+            name: exporter.counter(f"roundhouse_checkpoint_{name}", description)
             for name, description in STORE_COUNTERS.items()
         }
         self._store: tuple[Callable[[], StoreCounters], Growth] | None = None
@@ -96,41 +111,41 @@ class StoreMetrics:
 
 
 class IngressMetrics:
-    """Requests as callers see them: the `usage.Recorder` of the ingress."""
+    """Requests as callers see them: the `record.Recorder` of the ingress."""
 
-    def __init__(self) -> None:
+    def __init__(self, exporter: Exporter = RAY) -> None:
         of_request = ("model", "key")
-        self._requests = metrics.Counter(
+        self._requests = exporter.counter(
             "roundhouse_requests", "Requests that ended.", (*of_request, "endpoint", "status", "outcome")
         )
-        self._running = metrics.Gauge("roundhouse_requests_running", "Requests under way in this ingress.")
-        self._prompt_tokens = metrics.Counter("roundhouse_prompt_tokens", "Prompt tokens.", of_request)
-        self._cached_tokens = metrics.Counter(
+        self._running = exporter.gauge("roundhouse_requests_running", "Requests under way in this ingress.")
+        self._prompt_tokens = exporter.counter("roundhouse_prompt_tokens", "Prompt tokens.", of_request)
+        self._cached_tokens = exporter.counter(
             "roundhouse_cached_tokens", "Prompt tokens that came from the prefix cache.", of_request
         )
-        self._completion_tokens = metrics.Counter("roundhouse_completion_tokens", "Sampled tokens.", of_request)
-        self._unparsed = metrics.Counter(
+        self._completion_tokens = exporter.counter("roundhouse_completion_tokens", "Sampled tokens.", of_request)
+        self._unparsed = exporter.counter(
             "roundhouse_replies_unparsed", "Replies with a tool call that did not parse, kept as text.", ("model",)
         )
-        self._first_token_s = metrics.Histogram(
+        self._first_token_s = exporter.histogram(
             "roundhouse_first_token_seconds", "From the request to its first token.", _SECONDS, ("model",)
         )
-        self._duration_s = metrics.Histogram(
+        self._duration_s = exporter.histogram(
             "roundhouse_request_seconds", "From the request to its end.", _SECONDS, ("model", "outcome")
         )
         of_adapter = ("model", "adapter")
-        self._adapter_requests = metrics.Counter(
+        self._adapter_requests = exporter.counter(
             "roundhouse_adapter_requests", "Requests by adapter; the rarely used are 'other'.", of_adapter
         )
-        self._adapter_tokens = metrics.Counter(
+        self._adapter_tokens = exporter.counter(
             "roundhouse_adapter_completion_tokens", "Sampled tokens by adapter.", of_adapter
         )
-        self._config_error = metrics.Gauge(
+        self._config_error = exporter.gauge(
             "roundhouse_config_error", "1 while the configuration that was deployed last is refused."
         )
         self._labels = AdapterLabels()
         self._num_running = 0
-        self.store = StoreMetrics()
+        self.store = StoreMetrics(exporter)
 
     def request_started(self, record: "RequestRecord") -> None:
         del record
@@ -171,70 +186,61 @@ STORE_COUNTERS: Mapping[str, str] = {
 """What a checkpoint store counts (`checkpoints.StoreCounters`), and what it means."""
 
 ENGINE_COUNTERS: Mapping[str, str] = {
-    "requests": "Requests submitted to the engine.",
+    "requests": "Requests that the engine has taken.",
     "finished": "Requests that ran to their end.",
     "aborted": "Requests that were given up by their callers.",
     "failed_requests": "Requests that ended with an error of the engine.",
     "preemptions": "Times that a running request was put back for want of cache blocks.",
     "steps": "Steps of the engine.",
     "step_seconds": "Time spent in steps.",
-    "prompt_tokens": "Prompt tokens of the requests that were started.",
+    "prompt_tokens": "Prompt tokens of the requests whose prompt was computed.",
+    "cached_tokens": "Those of them that came from the prefix cache.",
     "prefill_tokens": "Prompt tokens computed; those of a preempted request again.",
-    "cached_tokens": "Prompt tokens taken from the prefix cache.",
     "decode_tokens": "Tokens computed one at a time.",
     "generated_tokens": "Tokens sampled.",
-    "adapter_loads": "Adapters loaded.",
-    "adapter_load_seconds": "Time spent loading adapters.",
-    "adapter_evictions": "Adapters that made room for others.",
-    "adapter_refusals": "Adapters that could not be served.",
+    "adapter_loads": "Adapters read into memory.",
+    "adapter_load_seconds": "Time spent reading adapters, from the start of a read to the step that takes it in.",
+    "adapter_evictions": "Adapters that lost their slot to another.",
+    "adapter_refusals": "Adapters that the model cannot apply.",
 }
-"""What an engine may count (`EngineStats.counters`), and what it means."""
+"""The fields of `engines.protocol.EngineCounters`, and what they mean."""
+
+ENGINE_GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "running": ("Requests in the batch.", lambda stats: stats.running),
+    "waiting": ("Requests in the queue.", lambda stats: stats.waiting),
+    "blocks": ("Blocks of the KV cache.", lambda stats: stats.blocks_total),
+    "blocks_free": ("Blocks in use by no running request, cached ones included.", lambda stats: stats.blocks_free),
+    "blocks_cached": ("Free blocks whose content can be found again.", lambda stats: stats.blocks_cached),
+    "adapter_slots": ("Adapters that may be in slots at a time.", lambda stats: stats.adapter_slots_total),
+    "adapters_loaded": ("Adapters in slots.", lambda stats: len(stats.adapters)),
+    "adapters_pinned": ("Adapters in use by running requests.", lambda stats: stats.adapter_slots_pinned),
+    "stalled_seconds": ("Time since the last step while there is work to do.", lambda stats: stats.stalled_s),
+    "failed": ("1 when the engine has failed and waits to be replaced.", lambda stats: stats.failed),
+}
+"""The other fields of `EngineStats`: what they mean, and their value in a snapshot."""
 
 
 class EngineMetrics:
     """The engine of one replica."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, exporter: Exporter = RAY) -> None:
         self._tags = {"model": model}
         self._counters = {
-            name: metrics.Counter(f"roundhouse_engine_{name}", description, ("model",))
+            name: exporter.counter(f"roundhouse_engine_{name}", description, ("model",))
             for name, description in ENGINE_COUNTERS.items()
         }
         self._growth = Growth()
-        self._gauges = {
-            name: metrics.Gauge(f"roundhouse_engine_{name}", description, ("model",))
-            for name, description in {
-                "running": "Requests in the batch.",
-                "waiting": "Requests in the queue.",
-                "blocks": "Blocks of the KV cache.",
-                "blocks_free": "Blocks in use by no running request, cached ones included.",
-                "blocks_cached": "Free blocks whose content can be found again.",
-                "adapter_slots": "Adapters that may be loaded at a time.",
-                "adapters_loaded": "Adapters loaded.",
-                "adapters_pinned": "Adapters in use by running requests.",
-                "stalled_seconds": "Time since the last step while there is work to do.",
-                "failed": "1 when the engine has failed and waits to be replaced.",
-            }.items()
-        }
+        self._gauges = [
+            (exporter.gauge(f"roundhouse_engine_{name}", description, ("model",)), value)
+            for name, (description, value) in ENGINE_GAUGES.items()
+        ]
 
     def record(self, stats: EngineStats) -> None:
         """Export a snapshot; called about once a second."""
-        for name, value in {
-            "running": stats.running,
-            "waiting": stats.waiting,
-            "blocks": stats.blocks_total,
-            "blocks_free": stats.blocks_free,
-            "blocks_cached": stats.blocks_cached,
-            "adapter_slots": stats.adapter_slots_total,
-            "adapters_loaded": len(stats.adapters),
-            "adapters_pinned": stats.adapter_slots_pinned,
-            "stalled_seconds": stats.stalled_s,
-            "failed": int(stats.failed),
-        }.items():
-            self._gauges[name].set(value, self._tags)
-        for name, more in self._growth.of(stats.counters).items():
-            if name in self._counters:
-                self._counters[name].inc(more, self._tags)
+        for gauge, value in self._gauges:
+            gauge.set(float(value(stats)), self._tags)
+        for name, more in self._growth.of(asdict(stats.counters)).items():
+            self._counters[name].inc(more, self._tags)
 
 
 def _endpoint(path: str) -> str:

@@ -159,4 +159,4 @@ def test_an_adapter_that_is_evicted_and_loaded_again_gives_the_same_tokens(atten
     for bound in (small, adapter("llama", "wide"), small, adapter("llama", "all"), small):
         made = requests_for(bound, lengths=(17,))[0]
         assert_greedy("llama", made, engine.one(made))
-    assert engine.stats().counters["adapter_loads"] == 5
+    assert engine.stats().counters.adapter_loads == 5

@@ -460,13 +460,13 @@ def test_the_stats_and_counters_say_what_happened(engines: Engines) -> None:
     assert stats.adapters == (bounds[1].digest, bounds[2].digest)
     assert stats.adapter_slots_total == 2
     assert stats.blocks_cached == 3 * 1 + 3
-    assert stats.counters["cached_tokens"] == 48
-    assert stats.counters["prefill_tokens"] == 3 * 20 + 50 + 2 + _probes(stats.counters["requests"], 5)
-    assert stats.counters["decode_tokens"] == 3 * 2 + 2 * 4
-    assert stats.counters["adapter_loads"] == 3
-    assert stats.counters["adapter_evictions"] == 1
-    assert stats.counters["finished"] == stats.counters["requests"]
-    assert stats.counters["failed_requests"] == stats.counters["preemptions"] == 0
+    assert stats.counters.cached_tokens == 48
+    assert stats.counters.prefill_tokens == 3 * 20 + 50 + 2 + _probes(stats.counters.requests, 5)
+    assert stats.counters.decode_tokens == 3 * 2 + 2 * 4
+    assert stats.counters.adapter_loads == 3
+    assert stats.counters.adapter_evictions == 1
+    assert stats.counters.finished == stats.counters.requests
+    assert stats.counters.failed_requests == stats.counters.preemptions == 0
     assert stats.stalled_s == 0
 
 

@@ -1,11 +1,46 @@
-"""What is counted, and under which labels."""
+"""What is counted, under which labels, and that each metric is moved by what it tells of."""
 
 import asyncio
-from dataclasses import fields
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
 
-from engines.fake import FakeEngine
-from serve_app.checkpoints import StoreCounters
-from serve_app.metrics import ENGINE_COUNTERS, OTHER, STORE_COUNTERS, AdapterLabels, Growth
+from engines.fake import FakeConfig, FakeEngine
+from engines.protocol import EngineCounters, EngineStats, GenerateRequest, Output
+from serve_app.api.record import RequestRecord
+from serve_app.checkpoints import CheckpointStore, StoreCounters
+from serve_app.config.service import CheckpointsConfig
+from serve_app.metrics import (
+    ENGINE_COUNTERS,
+    ENGINE_GAUGES,
+    OTHER,
+    STORE_COUNTERS,
+    AdapterLabels,
+    EngineMetrics,
+    Growth,
+    IngressMetrics,
+)
+from serve_app.model_id import CheckpointPath
+from tests.support import checkpoint_files
+from tests.support.checkpoint_files import SIZE, files, write
+from tests.support.engine_harness import (
+    BREAKS,
+    RAISES,
+    Collector,
+    DrivenEngine,
+    adapter,
+    engine_config,
+    explosive_folder,
+    kv_bytes,
+    prompt_of,
+    request,
+)
+from tests.support.harness import BASE, CHAT, CONTEXT, ListRecorder, RunningEdge, config_for, running_edge
+from tests.support.ledger import Ledger
+
+pytest_plugins = ("tests.support.edge_fixtures",)
 
 
 def test_adapters_have_labels_of_their_own_up_to_a_bound():
@@ -16,8 +51,8 @@ def test_adapters_have_labels_of_their_own_up_to_a_bound():
 
 def test_an_adapter_that_is_used_much_more_takes_the_label_of_the_rarest():
     labels = AdapterLabels(top=2, ever=10)
-    for digest in ("a", "a", "a", "b"):
-        labels.use(digest)
+    for used in ("a", "a", "a", "b"):
+        labels.use(used)
     assert [labels.use("c") for _ in range(3)] == [OTHER, "c", "c"]
     assert labels.use("b") == OTHER
     assert labels.use("a") == "a"
@@ -53,12 +88,187 @@ def test_totals_are_exported_by_what_they_grew():
     assert growth.of({"reads": 3, "fetches": 2}) == {}
 
 
-def test_everything_that_a_store_counts_is_declared():
+def test_everything_that_a_store_counts_is_a_metric_and_nothing_else():
     assert [field.name for field in fields(StoreCounters)] == list(STORE_COUNTERS)
 
 
-def test_everything_that_the_fake_engine_counts_is_declared():
-    async def counters() -> set[str]:
-        return set(FakeEngine().stats().counters)
+def test_everything_that_an_engine_counts_is_a_metric_and_nothing_else():
+    assert [field.name for field in fields(EngineCounters)] == list(ENGINE_COUNTERS)
 
-    assert asyncio.run(counters()) <= ENGINE_COUNTERS.keys()
+
+def test_everything_else_that_an_engine_tells_is_a_metric_of_its_own():
+    other = EngineStats(1, 1, 1, 1, 1, 1, 1, ("digest",), 1.0, True)
+    for one in fields(EngineStats):
+        if one.name != "counters":
+            told = replace(EngineStats(), **{one.name: getattr(other, one.name)})
+            assert [value(told) for _, value in ENGINE_GAUGES.values()].count(True) == 1, one.name
+    assert len(ENGINE_GAUGES) == len(fields(EngineStats)) - 1
+
+
+def test_the_metrics_of_the_engine_bear_the_names_and_words_of_its_fields():
+    ledger = Ledger()
+    EngineMetrics("m", ledger.exporter)
+    told = {**ENGINE_COUNTERS, **{name: words for name, (words, _) in ENGINE_GAUGES.items()}}
+    assert {name: metric.description for name, metric in ledger.metrics.items()} == {
+        f"roundhouse_engine_{name}": words for name, words in told.items()
+    }
+
+
+def declared_by_engine() -> set[str]:
+    return {f"roundhouse_engine_{name}" for name in (*ENGINE_COUNTERS, *ENGINE_GAUGES)}
+
+
+class Measured(Collector):
+    """A sink that has the engine's metrics exported at every output, as a replica does every second."""
+
+    def __init__(self, engine: DrivenEngine, metrics: EngineMetrics) -> None:
+        super().__init__()
+        self._engine, self._metrics = engine, metrics
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        super().deliver(outputs)
+        self._metrics.record(self._engine.stats())
+
+    def submit(self, made: GenerateRequest) -> GenerateRequest:
+        self.expect(made.request_id)
+        self._engine.engine.submit(made, self)
+        return made
+
+    async def ended(self, *requests: GenerateRequest) -> None:
+        await self.until(lambda: all(self.results[made.request_id].ended for made in requests))
+
+    async def begun(self, *requests: GenerateRequest) -> None:
+        await self.until(lambda: all(self.results[made.request_id].token_ids for made in requests))
+
+
+def harmless(length: int, seed: int = 0, **options: Any) -> GenerateRequest:
+    """A request without the tokens at which the model raises."""
+    never = ((RAISES, -100.0), (BREAKS, -100.0))
+    prompt = [token % RAISES for token in prompt_of(length, seed)]
+    return request(prompt, **{"max_tokens": 4, "logit_bias": never, **options})
+
+
+async def everything_that_happens_to_an_engine(sink: Measured, engine: DrivenEngine) -> None:
+    """Prompts in and out of the cache, adapters that come and go, one that is refused; more requests than fit, one that
+    is given up, one that fails.
+    """
+    await sink.ended(sink.submit(harmless(40)))
+    await sink.ended(sink.submit(harmless(40)))
+    for kind in ("q-v", "head"):
+        await sink.ended(sink.submit(harmless(5, adapter=adapter("llama", kind))))
+    await sink.ended(sink.submit(harmless(5, adapter=adapter("llama", "too-wide"))))
+    await sink.ended(sink.submit(request((1, RAISES))))
+    growing = [sink.submit(harmless(100, seed, max_tokens=90)) for seed in range(4)]
+    await sink.ended(*growing)
+    leaving = sink.submit(harmless(20, max_tokens=300))
+    await sink.begun(leaving)
+    engine.engine.abort(leaving.request_id)
+    await engine.is_idle()
+
+
+def test_every_metric_of_the_engine_is_moved_by_a_real_one():
+    ledger = Ledger()
+    metrics = EngineMetrics("m", ledger.exporter)
+    settings: dict[str, Any] = {"source": str(explosive_folder()), "trust_remote_code": True, "self_test": False}
+    settings |= {"kv_cache_bytes": kv_bytes("llama", 33), "max_running": 3, "max_adapters": 1, "max_adapter_rank": 64}
+    with DrivenEngine(engine_config(**settings)) as engine:
+        metrics.record(engine.stats())
+        sink = Measured(engine, metrics)
+        engine.run(everything_that_happens_to_an_engine(sink, engine))
+        counters = engine.stats().counters
+        assert counters.finished + counters.aborted + counters.failed_requests == counters.requests
+        assert (counters.aborted, counters.failed_requests, counters.adapter_refusals) == (1, 2, 1)
+        finished = [result for result in sink.results.values() if result.finish_reason]
+        assert counters.generated_tokens >= sum(len(result.token_ids) for result in finished)
+        metrics.record(engine.stats())
+        engine.run(sink.ended(sink.submit(request((1, BREAKS)))))
+        metrics.record(engine.stats())
+    assert ledger.moved == declared_by_engine()
+    assert ledger.last("roundhouse_engine_failed", model="m") == 1
+
+
+def test_a_request_that_an_engine_took_ends_in_one_counter():
+    async def check() -> EngineCounters:
+        engine = FakeEngine(FakeConfig(max_running=1))
+        await engine.start()
+        sink = Collector()
+        made = [request(prompt_of(5), max_tokens=tokens) for tokens in (3, 10**4, 10**4)]
+        for one in made:
+            sink.expect(one.request_id)
+            engine.submit(one, sink)
+        await sink.until(lambda: bool(sink.results[made[1].request_id].token_ids))
+        engine.abort(made[1].request_id)
+        await engine.close()
+        return engine.stats().counters
+
+    counters = asyncio.run(check())
+    assert (counters.requests, counters.finished, counters.aborted, counters.failed_requests) == (3, 1, 1, 1)
+
+
+@dataclass
+class Exporting(ListRecorder):
+    """Keeps the records, and exports them as an ingress does."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def __post_init__(self) -> None:
+        self.metrics = IngressMetrics(self.ledger.exporter)
+
+    def request_started(self, record: RequestRecord) -> None:
+        super().request_started(record)
+        self.metrics.request_started(record)
+
+    def request_ended(self, record: RequestRecord) -> None:
+        self.metrics.request_ended(record)
+        super().request_ended(record)
+
+    def config_checked(self, error: str | None) -> None:
+        super().config_checked(error)
+        self.metrics.config_checked(error)
+
+
+def use_checkpoints(edge: RunningEdge, cache: Path) -> None:
+    """One of a folder, and two of a remote root, for which the cache has room one at a time."""
+    assert edge.complete(model="tinker://local/sampler_weights/1", max_tokens=2).status_code == 200
+    assert edge.complete(model="tinker://remote/sampler_weights/2", max_tokens=2).status_code == 200
+    (kept,) = (cache / "content").iterdir()
+    os.utime(kept, (0, 0))
+    assert edge.complete(model="tinker://remote/sampler_weights/3", max_tokens=2).status_code == 200
+    assert [entry.name for entry in (cache / "content").iterdir()] == [checkpoint_files.digest(files(3))]
+
+
+def test_every_metric_of_the_ingress_is_moved_by_requests_over_http(
+    model_folders: dict[str, str], tmp_path: Path
+) -> None:
+    recorder = Exporting()
+    about = {"base_model": CHAT}
+    write(tmp_path / "root", files(1, about), CheckpointPath("local", "1"))
+    for fill in (2, 3):
+        write(tmp_path / "remote", files(fill, about), CheckpointPath("remote", str(fill)))
+
+    def open_checkpoints(_: CheckpointsConfig) -> CheckpointStore:
+        # fsspec's own name of a local folder: what it holds is fetched like that of any other remote root.
+        roots = [str(tmp_path / "root"), f"local://{tmp_path / 'remote'}"]
+        store = CheckpointStore(roots, cache_directory=str(tmp_path / "cache"), cache_bytes=SIZE * 3 // 2)
+        recorder.metrics.store.watch(lambda: store.counters)
+        return store
+
+    engine = FakeConfig(vocab_size=512, context_length=CONTEXT)
+    with running_edge(config_for(model_folders), engine, recorder=recorder, open_checkpoints=open_checkpoints) as edge:
+        for _ in range(2):
+            edge.complete(list(range(100, 140)), max_tokens=3)
+        edge.script.says("<tool_call>\n{nothing\n</tool_call>")
+        edge.chat(tools=[{"type": "function", "function": {"name": "f"}}])
+        edge.script.makes_something_up()
+        use_checkpoints(edge, tmp_path / "cache")
+        edge.reconfigure(keys=[{"name": ""}])
+        edge.wait_until_idle()
+    ledger = recorder.ledger
+    assert ledger.moved == set(ledger.metrics)
+    of_base = {"model": BASE, "key": "test"}
+    assert ledger.last("roundhouse_prompt_tokens", **of_base) == 80
+    assert ledger.last("roundhouse_cached_tokens", **of_base) == 32
+    assert ledger.last("roundhouse_completion_tokens", **of_base) == 6
+    assert ledger.last("roundhouse_replies_unparsed", model=CHAT) == 1
+    assert ledger.last("roundhouse_requests_running") == 0
+    assert [ledger.last(f"roundhouse_checkpoint_{name}") for name in STORE_COUNTERS] == [1, 2, 1]

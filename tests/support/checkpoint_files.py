@@ -40,6 +40,10 @@ def files(fill: int = 1, metadata: Mapping[str, object] | None = None) -> dict[s
     return {**about, CONFIG_FILE: config(), WEIGHTS_FILE: weights(fill)}
 
 
+SIZE = sum(map(len, files().values()))
+"""Bytes of the two files of an adapter."""
+
+
 def digest(contents: Mapping[str, bytes]) -> str:
     return adapter_digest(contents[CONFIG_FILE], contents[WEIGHTS_FILE])
 

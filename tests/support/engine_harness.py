@@ -302,7 +302,7 @@ class DrivenEngine:
         for _ in range(10):
             requests = make()
             yield from zip(requests, self.generate(*requests), strict=True)
-            if self.stats().counters["preemptions"]:
+            if self.stats().counters.preemptions:
                 return
         raise AssertionError("nothing was preempted")
 

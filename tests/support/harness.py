@@ -22,7 +22,7 @@ from engines.errors import EngineError
 from engines.fake import FakeConfig, FakeEngine
 from engines.protocol import Engine, GenerateRequest
 from serve_app.api.record import RequestRecord
-from serve_app.catalog.catalog import ResolvedCheckpoint
+from serve_app.catalog.catalog import Checkpoints, ResolvedCheckpoint
 from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.errors import CheckpointNotFound
@@ -251,10 +251,15 @@ def config_for(folders: dict[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def running_edge(
-    config: dict[str, Any], engine: FakeConfig | Callable[[], Engine], *, app: str = "tiny"
+    config: dict[str, Any],
+    engine: FakeConfig | Callable[[], Engine],
+    *,
+    app: str = "tiny",
+    recorder: ListRecorder | None = None,
+    open_checkpoints: Callable[[CheckpointsConfig], Checkpoints] | None = None,
 ) -> Iterator[RunningEdge]:
     """Start everything on a thread with its own event loop, and end it without leftovers. `engine`: settings of the
-    deterministic one, or what makes another, which knows no script.
+    deterministic one, or what makes another, which knows no script. `open_checkpoints` None: those in memory.
     """
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a client that does not read soon shows
@@ -262,12 +267,12 @@ def running_edge(
     found: dict[str, Any] = {}
 
     async def main() -> None:
-        script, checkpoints, recorder = Script(), MemoryCheckpoints(), ListRecorder()
+        script, checkpoints, records = Script(), MemoryCheckpoints(), recorder or ListRecorder()
         running = FakeEngine(engine, script) if isinstance(engine, FakeConfig) else engine()
         await running.start()
         replicas = LocalReplicas({app: running})
 
-        def open_checkpoints(_: CheckpointsConfig) -> MemoryCheckpoints:
+        def open_memory(_: CheckpointsConfig) -> MemoryCheckpoints:
             return checkpoints
 
         preparing: list[Preprocessor] = []
@@ -276,9 +281,8 @@ def running_edge(
             preparing.append(Preprocessor(threads=2, cache_bytes=1 << 20))
             return preparing[-1]
 
-        service = Service(
-            replicas, open_checkpoints, open_images=open_images, recorder=recorder, keep_alive_s=KEEP_ALIVE_S
-        )
+        opens = open_checkpoints or open_memory
+        service = Service(replicas, opens, open_images=open_images, recorder=records, keep_alive_s=KEEP_ALIVE_S)
         await service.reconfigure(config)
         settings = uvicorn.Config(build_http_app(service), log_config=None, lifespan="off", access_log=False)
         server = uvicorn.Server(settings)
@@ -291,7 +295,7 @@ def running_edge(
             replicas,
             script,
             checkpoints,
-            recorder,
+            records,
             config,
         )
         ready.set()

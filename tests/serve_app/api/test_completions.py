@@ -184,10 +184,10 @@ def test_text_that_only_looks_like_a_stop_string_comes_out_in_the_end(edge: Runn
 
 
 def test_a_stop_string_ends_the_generation(edge: RunningEdge) -> None:
-    aborted = edge.engine.stats().counters["aborted"]
+    aborted = edge.engine.stats().counters.aborted
     edge.script.says("a stop", *["x"] * 500)
     choice(edge, stop="stop")
-    assert edge.engine.stats().counters["aborted"] == aborted + 1
+    assert edge.engine.stats().counters.aborted == aborted + 1
 
 
 def test_stop_ids_end_generation_and_their_text_does_not_show(edge: RunningEdge) -> None:

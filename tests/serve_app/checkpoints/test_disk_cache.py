@@ -10,9 +10,7 @@ import pytest
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
-from tests.support.checkpoint_files import digest, files
-
-SIZE = sum(len(content) for content in files().values())
+from tests.support.checkpoint_files import SIZE, digest, files
 
 
 def _put(cache: DiskCache, fill: int) -> str:

@@ -23,12 +23,12 @@ def request(path: str = "/v1/completions", **fields: Any) -> bytes:
 @pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}])
 def test_leaving_stops_the_generation(edge: RunningEdge, fields: Any) -> None:
     edge.script.says_and_hangs("a", edge.engine)
-    aborted = edge.engine.stats().counters["aborted"]
+    aborted = edge.engine.stats().counters.aborted
     with edge.raw() as connection:
         connection.sendall(request(**fields))
         eventually(lambda: edge.engine.stats().running == 1)
     edge.wait_until_idle()
-    assert edge.engine.stats().counters["aborted"] == aborted + 1
+    assert edge.engine.stats().counters.aborted == aborted + 1
     assert edge.recorder.ended[-1].outcome is Outcome.LEFT
 
 

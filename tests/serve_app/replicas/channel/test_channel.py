@@ -144,7 +144,7 @@ def test_closing_a_stream_ends_its_generation_without_help_from_serve():
         stream.close()
         await call
         await both.is_idle()
-        assert both.engine.stats().counters["aborted"] == 1
+        assert both.engine.stats().counters.aborted == 1
 
     run(test)
 
