@@ -67,6 +67,11 @@ class Link:
             over.set_result(None)
         return over
 
+    def attached(self, stream_id: int) -> asyncio.Future[None] | None:
+        """What `attach` returned for the stream, None if no request is attached to it."""
+        request_id = self._request_ids.get(stream_id)
+        return None if request_id is None else self._streams[request_id][1]
+
     def detach(self, request_id: str) -> None:
         stream_id, over = self._streams.pop(request_id)
         del self._request_ids[stream_id]
@@ -189,8 +194,13 @@ async def _connect(endpoint: Endpoint, limits: LinkLimits) -> Link:
 async def run_request(engine: Engine, request: GenerateRequest, link: Link, stream_id: int) -> None:
     """Generate for one stream of an ingress; returns when nothing more is to be sent. Cancel it to stop generating.
 
-    The request's id must be the replica's own: what clients call their requests need not be unique.
+    The request's id must be the replica's own: what clients call their requests need not be unique. A stream that this
+    replica generates for already is generated once: Serve makes a call again when it lost sight of it.
     """
+    before = link.attached(stream_id)
+    if before is not None:
+        await asyncio.wait([before])
+        return
     over = link.attach(request.request_id, stream_id)
     try:
         engine.submit(request, link)

@@ -17,7 +17,8 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
 LAST_FRAME_TIMEOUT_S = 5.0
-MAX_STRANGERS = 64  # connections that have not said hello yet
+MAX_STRANGERS = 256  # connections that have not said hello yet
 _BIG_FRAME_BYTES = 128 << 10  # decoding more than this takes milliseconds: off the event loop
 
 BROKEN = (asyncio.IncompleteReadError, ConnectionError, FrameError, TimeoutError, OSError)
@@ -96,11 +97,19 @@ class Stream:
             self._changed.set()
 
     def call_ended(self) -> None:
-        """The Serve call is over: its last frame is on the way, or it was lost with its connection."""
+        """The Serve call is over: its last frame is on the way, or it was lost with its connection. It may also be the
+        call of a replica whose tokens are not taken; then those of the other go on.
+        """
         if not self.is_finished:
-            lost = ReplicaLost("The replica's last tokens did not arrive.")
-            loop = asyncio.get_running_loop()
-            self._last_frame_timeout = loop.call_later(self._listener.last_frame_timeout_s, self.fail, lost)
+            self._expect_next()
+
+    def _expect_next(self) -> None:
+        """From now on the next frame must come soon."""
+        if self._last_frame_timeout is not None:
+            self._last_frame_timeout.cancel()
+        lost = ReplicaLost("The replica's last tokens did not arrive.")
+        loop = asyncio.get_running_loop()
+        self._last_frame_timeout = loop.call_later(self._listener.last_frame_timeout_s, self.fail, lost)
 
     def close(self) -> None:
         """Forget the stream; the replica is told if it still generates. Idempotent."""
@@ -108,11 +117,20 @@ class Stream:
             self._last_frame_timeout.cancel()
         self._listener._forget(self, self._connection)
 
-    def _take(self, event: Event, connection: asyncio.StreamWriter) -> None:
+    def _is_from(self, connection: asyncio.StreamWriter) -> bool:
+        """Whether it is this connection that the stream takes tokens from: that of the first replica to accept it. When
+        Serve loses sight of a call it makes it again, and two replicas may generate for one stream.
+        """
+        if self._connection is None:
+            self._connection = connection
+        return self._connection is connection
+
+    def _take(self, event: Event) -> None:
         if self.is_finished:
             return
-        self._connection = connection
         self._accepted = True
+        if self._last_frame_timeout is not None:
+            self._expect_next()
         if isinstance(event, TokenDelta):
             too_slow = self._unread.add(event)
             self._finished = event.finish_reason is not None
@@ -141,7 +159,7 @@ class Listener:
         self._stream_ids = itertools.count(1)
         self._streams: dict[int, Stream] = {}
         self._connections: set[asyncio.Task[None]] = set()
-        self._strangers = 0
+        self._strangers = Strangers(MAX_STRANGERS)
 
     @classmethod
     async def start(cls, host: str, *, last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S) -> Self:
@@ -185,7 +203,7 @@ class Listener:
         peer = writer.get_extra_info("peername")
         streams: set[int] = set()
         try:
-            await self._authenticate(reader)
+            await self._authenticate(reader, writer)
             keep_alive(writer)
             while True:
                 body = await read_frame(reader, MAX_FRAME_BYTES)
@@ -205,40 +223,74 @@ class Listener:
                 if stream_id in self._streams:
                     self._streams[stream_id].fail(ReplicaLost("The connection to the replica was lost."))
 
-    async def _authenticate(self, reader: asyncio.StreamReader) -> None:
-        if self._strangers >= MAX_STRANGERS:
-            raise FrameError(f"{MAX_STRANGERS} connections have not said who they are")
-        self._strangers += 1
-        try:
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with self._strangers.holding(writer):
             hello = await asyncio.wait_for(read_frame(reader, MAX_HELLO_BYTES), HELLO_TIMEOUT_S)
-        finally:
-            self._strangers -= 1
         if not hmac.compare_digest(hello, self._token):
             raise FrameError("wrong token")
 
     def _dispatch(
         self, events: Sequence[tuple[int, Event]], connection: asyncio.StreamWriter, streams: set[int]
     ) -> None:
-        unknown = []
+        unwanted = []
         for stream_id, event in events:
             stream = self._streams.get(stream_id)
-            if stream is None:
+            if stream is None or not stream._is_from(connection):
                 streams.discard(stream_id)
-                unknown.append(stream_id)
+                unwanted.append(stream_id)
                 continue
             streams.add(stream_id)
-            stream._take(event, connection)
+            stream._take(event)
             if stream.is_finished:
                 streams.discard(stream_id)
-        if unknown:
+        if unwanted:
             # Serve's cancellation can miss a call that is being assigned at that moment; this one cannot.
-            connection.write(encode_stream_ids(unknown))
+            connection.write(encode_stream_ids(unwanted))
 
     def _forget(self, stream: Stream, connection: asyncio.StreamWriter | None) -> None:
         if self._streams.pop(stream.stream_id, None) is None or stream._finished or connection is None:
             return
         if not connection.is_closing():
             connection.write(encode_stream_ids([stream.stream_id]))
+
+
+class Strangers:
+    """Connections that have not said hello yet, at most `limit`: one more costs the oldest of the address that has most
+    its own. So those that never say hello keep nobody out, and a flood from elsewhere costs a replica nothing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_address: dict[str, dict[asyncio.StreamWriter, None]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_address.values()))
+
+    @contextmanager
+    def holding(self, writer: asyncio.StreamWriter) -> Iterator[None]:
+        """While the connection is a stranger."""
+        if len(self) >= self._limit:
+            most = max(self._by_address.values(), key=len)
+            oldest = next(iter(most))
+            oldest.transport.abort()
+            self._drop(oldest)
+        self._by_address.setdefault(_address(writer), {})[writer] = None
+        try:
+            yield
+        finally:
+            self._drop(writer)
+
+    def _drop(self, writer: asyncio.StreamWriter) -> None:
+        address = _address(writer)
+        mine = self._by_address.get(address, {})
+        mine.pop(writer, None)
+        if not mine:
+            self._by_address.pop(address, None)
+
+
+def _address(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return str(peer[0]) if peer else ""
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:

@@ -251,20 +251,100 @@ def test_who_does_not_know_the_token_reaches_no_stream(hello):
     run(test)
 
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def strangers(endpoint: Endpoint, source: str = "127.0.0.1") -> list[Connection]:
+    """As many connections as may be strangers, from an address of this machine. They last as long as they are held."""
+    return [
+        await asyncio.open_connection(endpoint.host, endpoint.port, local_addr=(source, 0))
+        for _ in range(MAX_STRANGERS)
+    ]
+
+
+async def is_dropped(reader: asyncio.StreamReader) -> bool:
+    with contextlib.suppress(ConnectionError):
+        return await reader.read() == b""
+    return True
+
+
 def test_strangers_are_bounded_and_do_not_keep_replicas_out():
     async def test(both: Pair) -> None:
-        endpoint = both.listener.endpoint
-        strangers = [await asyncio.open_connection(endpoint.host, endpoint.port) for _ in range(MAX_STRANGERS)]
-        await settled(lambda: both.listener._strangers == MAX_STRANGERS)
-        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-        writer.close()
-        for _, stranger in strangers:
-            stranger.close()
-        await settled(lambda: both.listener._strangers == 0)
+        held = await strangers(both.listener.endpoint)
+        await settled(lambda: len(both.listener._strangers) == MAX_STRANGERS)
         stream, _ = await both.start(max_tokens=2)
         assert len(await read(stream)) == 2
+        assert await is_dropped(held[0][0])
+        assert len(both.listener._strangers) == MAX_STRANGERS - 1
+        assert not held[1][0].at_eof()
+
+    run(test)
+
+
+def test_strangers_of_one_address_do_not_cost_another_its_place():
+    async def test(both: Pair) -> None:
+        endpoint = both.listener.endpoint
+        slow, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        await settled(lambda: len(both.listener._strangers) == 1)
+        held = [await strangers(endpoint, "127.0.0.2") for _ in range(2)]
+        await settled(lambda: len(both.listener._strangers) == MAX_STRANGERS)
+        stream = both.listener.open()
+        writer.write(encode_hello(endpoint.token) + encode_frame([encode_event(stream.stream_id, None)]))
+        await stream.accepted()
+        assert not slow.at_eof()
+        assert await is_dropped(held[0][0][0])
+        writer.close()
+        stream.close()
+
+    run(test)
+
+
+async def call(stream: Stream, links: Links, endpoint: Endpoint, engine: FakeEngine, max_tokens: int) -> None:
+    """A call of Serve's: it generates for the stream, with tokens that tell the replicas apart."""
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0)
+    request = GenerateRequest(f"r{id(links)}", (1, 2, id(links) % 1000), sampling)
+    await run_request(engine, request, await links.to(endpoint), stream.stream_id)
+
+
+async def alone(engine: FakeEngine, listener: Listener, links: Links, max_tokens: int) -> tuple[int, ...]:
+    """What the replica generates for a stream of its own."""
+    stream = listener.open()
+    calling = asyncio.create_task(call(stream, links, listener.endpoint, engine, max_tokens))
+    tokens = await read(stream)
+    await calling
+    return tokens
+
+
+def test_a_stream_takes_tokens_from_the_replica_that_accepted_it_first_and_ends_the_other_ones():
+    async def test(both: Pair) -> None:
+        listener, engine, first, second = both.listener, both.engine, both.links, Links()
+        expected = await alone(engine, listener, first, 300)
+        assert expected != await alone(engine, listener, second, 300)
+        stream = listener.open()
+        calling = asyncio.create_task(call(stream, first, listener.endpoint, engine, 300))
+        await stream.accepted()
+        again = asyncio.create_task(call(stream, second, listener.endpoint, engine, 300))
+        again.add_done_callback(lambda _: stream.call_ended())
+        await again  # it was told to stop: it had no time for its tokens
+        aborted = engine.stats().counters.aborted
+        assert await read(stream) == expected
+        await calling
+        assert aborted == 1
+        await second.close()
+
+    run(test, FakeConfig(step_s=0.001), last_frame_timeout_s=0.1)
+
+
+def test_a_call_that_is_made_twice_on_one_replica_generates_once():
+    async def test(both: Pair) -> None:
+        listener, engine = both.listener, both.engine
+        expected = await alone(engine, listener, both.links, 50)
+        taken = engine.stats().counters.requests
+        stream = listener.open()
+        calls = [asyncio.create_task(call(stream, both.links, listener.endpoint, engine, 50)) for _ in range(2)]
+        assert await read(stream) == expected
+        await asyncio.gather(*calls)
+        assert engine.stats().counters.requests == taken + 1
 
     run(test)
 
