@@ -1,6 +1,8 @@
 """The log: inside Serve its lines go to the files and in the format of Serve's own; no text of a conversation in it."""
 
+import io
 import logging
+import re
 import traceback
 
 from engines.errors import EngineError
@@ -8,16 +10,47 @@ from serve_app.errors import ServiceError
 
 _SERVE_LOGGER = "ray.serve"
 _OURS = ("serve_app", "engines", "renderers")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def join_serve_logs() -> None:
     """Called by each deployment as it starts, after Serve has set its logger up for the process."""
     serve = logging.getLogger(_SERVE_LOGGER)
+    for handler in serve.handlers:
+        if not any(isinstance(known, Plain) for known in handler.filters):
+            handler.addFilter(Plain())
     for name in _OURS:
         logger = logging.getLogger(name)
         logger.handlers = list(serve.handlers)
         logger.setLevel(serve.level)
         logger.propagate = False
+
+
+def plain(text: str) -> str:
+    """Without the colours that Ray writes into messages and tracebacks."""
+    return _ANSI.sub("", text) if "\x1b" in text else text
+
+
+class Plain(logging.Filter):
+    """Takes the colours out of the lines of a handler, which go to files."""
+
+    _traces = logging.Formatter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "\x1b" in message:
+            record.msg, record.args = plain(message), ()
+        if record.exc_info:
+            record.exc_text = plain(record.exc_text or self._traces.formatException(record.exc_info))
+        return True
+
+
+class PlainStream(io.TextIOWrapper):
+    """Standard output or error of a process that writes to a file, without colours."""
+
+    def write(self, text: str, /) -> int:
+        super().write(plain(text))
+        return len(text)
 
 
 def trace_of(exc: BaseException) -> str:

@@ -7,6 +7,8 @@ from typing import Protocol
 from serve_app.api.reply import Reply
 from serve_app.catalog.catalog import ResolvedModel
 
+_MAX_ASKED_CHARACTERS = 512
+
 
 class Outcome(StrEnum):
     """How a request ended."""
@@ -21,14 +23,19 @@ class Outcome(StrEnum):
 @dataclass(slots=True)
 class RequestRecord:
     """One request, filled in as it proceeds. Times in seconds; `status` is the HTTP status, also of a failure after
-    the response began; `model` is a base id of the catalogue or empty, never what the caller made up.
+    the response began.
+
+    `asked_model` is what the caller wrote, of any form and perhaps made up: for the log, never for a label of a metric.
+    `model` is a base id of the catalogue, `checkpoint` a path, both empty until the request was accepted.
     """
 
     request_id: str
     method: str
     path: str
     key_name: str = ""
+    asked_model: str = ""
     model: str = ""
+    checkpoint: str = ""
     adapter_digest: str = ""
     streamed: bool = False
     status: int = 0
@@ -46,8 +53,14 @@ class RequestRecord:
     def about(self, target: ResolvedModel, *, streamed: bool) -> None:
         """Note where the request goes, once it was accepted."""
         self.model = target.model.id
+        self.checkpoint = "" if target.checkpoint is None else str(target.checkpoint)
         self.adapter_digest = target.adapter.digest if target.adapter is not None else ""
         self.streamed = streamed
+
+    def asked_for(self, model: object) -> None:
+        """Note the model that the body names, before anything is checked."""
+        if isinstance(model, str):
+            self.asked_model = model[:_MAX_ASKED_CHARACTERS]
 
     def count(self, reply: Reply) -> None:
         """Note how far the reply has come."""

@@ -16,6 +16,7 @@ from ray.serve.scripts import cli
 
 from serve_app.cli.launch import RAY_DID_NOT_START
 from serve_app.cli.run_folder import RunFolder
+from serve_app.logs import PlainStream
 
 _POLL_S = 0.2
 _LOOPBACK = "127.0.0.1"
@@ -23,6 +24,9 @@ _LOOPBACK = "127.0.0.1"
 
 def main(port: int) -> None:
     """Run until SIGINT."""
+    # What is printed here goes to a file, the lines that Ray brings from other processes included.
+    sys.stdout = PlainStream(sys.stdout.buffer, errors="backslashreplace", line_buffering=True)
+    sys.stderr = PlainStream(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     folder = RunFolder.of(port)
     try:
         _start_ray(folder)

@@ -2,7 +2,8 @@
 
 import re
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+from serve_app.logs import plain
+
 _STAMP = r"^[A-Z]+ \d{4}-\d\d-\d\d "
 # An entry: its first line, and lines without a level and date of their own.
 _ENTRY = re.compile(rf"{_STAMP}[^\n]*? -- (?P<text>.*?)(?={_STAMP}|\Z)", re.M | re.S)
@@ -10,11 +11,6 @@ _BUILD = re.compile(r"Deploying app '(?P<app>[^']+)' failed with exception:\n(?P
 _REPLICA = re.compile(r"Exception in Replica\(.*?app='(?P<app>[^']+)'\)[^\n]*\n(?P<why>.+)", re.S)
 _GIVEN_UP = "Failed to update the deployments"
 _EXCEPTION = re.compile(r"[\w.]+: ")
-
-
-def plain(text: str) -> str:
-    """Without the colours that Ray writes."""
-    return _ANSI.sub("", text)
 
 
 def deploy_failure(log: str) -> str | None:

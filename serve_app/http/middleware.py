@@ -27,7 +27,7 @@ from serve_app.logs import trace_of
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
-_MAX_PATH_CHARACTERS = 1024
+_MAX_QUOTED_CHARACTERS = 1024
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -176,16 +176,18 @@ def _outcome(exc: Exception, error: HttpError) -> Outcome:
 
 def _log(record: RequestRecord) -> None:
     logger.info(
-        "request_id=%s key=%s %s %s status=%d outcome=%s code=%s model=%s adapter=%s prompt_tokens=%d cached_tokens=%d "
-        "completion_tokens=%d finish_reason=%s first_token_ms=%d duration_ms=%d",
+        "request_id=%s key=%s %s %s status=%d outcome=%s code=%s asked=%s model=%s checkpoint=%s adapter=%s "
+        "prompt_tokens=%d cached_tokens=%d completion_tokens=%d finish_reason=%s first_token_ms=%d duration_ms=%d",
         record.request_id,
         record.key_name,
         record.method,
-        quote(record.path, safe="/:;")[:_MAX_PATH_CHARACTERS],  # its line breaks are none of ours
+        _quoted(record.path),
         record.status,
         record.outcome,
         record.error_code,
+        _quoted(record.asked_model),
         record.model,
+        record.checkpoint,
         record.adapter_digest[:12],
         record.prompt_tokens,
         record.cached_tokens,
@@ -194,3 +196,8 @@ def _log(record: RequestRecord) -> None:
         round(1000 * (record.first_token_s or 0)),
         round(1000 * record.duration_s),
     )
+
+
+def _quoted(text: str) -> str:
+    """What a caller wrote, as one word of a line: its line breaks and spaces are none of ours."""
+    return quote(text, safe="/:;")[:_MAX_QUOTED_CHARACTERS]

@@ -1,6 +1,7 @@
 """Reading why Serve gave up, from what its controller logged."""
 
-from serve_app.cli.serve_log import deploy_failure, plain
+from serve_app.cli.serve_log import deploy_failure
+from serve_app.logs import plain
 
 STAMP = "2026-11-29 20:29:42,026 controller 9328 --"
 STARTED = f"INFO {STAMP} Deploying new app 'api'.\nINFO {STAMP} Importing and building app 'api'.\n"
