@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from serve_app.access.auth import Caller
 from serve_app.api.schema.replies import CheckpointReply, ModelList, ModelReply
-from serve_app.catalog.catalog import Catalog
+from serve_app.catalog.catalog import Catalog, ListedCheckpoint
 from serve_app.catalog.served_model import ServedModel
 from serve_app.model_id import BaseModelId
 
@@ -19,8 +19,8 @@ async def list_models(catalog: Catalog, caller: Caller, *, with_checkpoints: boo
     items: list[ModelReply | CheckpointReply] = []
     for model in catalog.visible_to(caller):
         items += _with_variants(model)
-    paths, are_all = await catalog.checkpoints_of(caller) if with_checkpoints else ([], True)
-    items += [_checkpoint(str(path)) for path in paths]
+    checkpoints, are_all = await catalog.checkpoints_of(caller) if with_checkpoints else ([], True)
+    items += [_checkpoint(checkpoint, catalog.base_id(checkpoint.base_model)) for checkpoint in checkpoints]
     return {"object": "list", "data": items, "has_more": not are_all}
 
 
@@ -46,5 +46,12 @@ def _item(name: str, model: ServedModel, context_length: int) -> ModelReply:
     }
 
 
-def _checkpoint(path: str) -> CheckpointReply:
-    return {"id": path, "object": "model", "created": 0, "owned_by": _CHECKPOINT_OWNER}
+def _checkpoint(checkpoint: ListedCheckpoint, base: str | None) -> CheckpointReply:
+    return {
+        "id": str(checkpoint.path),
+        "object": "model",
+        "created": int(checkpoint.changed_at),
+        "owned_by": _CHECKPOINT_OWNER,
+        "base_model": base,
+        "error": checkpoint.problem,
+    }

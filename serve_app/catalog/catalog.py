@@ -29,16 +29,27 @@ class ResolvedCheckpoint(Protocol):
     def chat_template(self) -> str | None: ...
 
 
+class ListedCheckpoint(Protocol):
+    """What a look at a checkpoint tells, without reading it (`checkpoints/listing.py`)."""
+
+    @property
+    def path(self) -> CheckpointPath: ...
+
+    @property
+    def changed_at(self) -> float: ...
+
+    @property
+    def base_model(self) -> str | None: ...
+
+    @property
+    def problem(self) -> str | None: ...
+
+
 class Listing(Protocol):
-    """Checkpoints that an owner may use, newest first; `is_complete`: all of them. `bases`: what each was trained on,
-    where it tells.
-    """
+    """Checkpoints that an owner may use, newest first; `is_complete`: all of them."""
 
     @property
-    def paths(self) -> Sequence[CheckpointPath]: ...
-
-    @property
-    def bases(self) -> Mapping[CheckpointPath, str]: ...
+    def checkpoints(self) -> Sequence[ListedCheckpoint]: ...
 
     @property
     def is_complete(self) -> bool: ...
@@ -66,6 +77,7 @@ class ResolvedModel:
     context_length: int
     renderer: Renderer | None
     adapter: Adapter | None = None
+    checkpoint: CheckpointPath | None = None
 
     @property
     def deployment(self) -> str:
@@ -94,13 +106,18 @@ class Catalog:
     def visible_to(self, caller: Caller) -> list[ServedModel]:
         return [model for model in self.models.values() if _may_use(caller, model)]
 
-    async def checkpoints_of(self, caller: Caller) -> tuple[list[CheckpointPath], bool]:
+    async def checkpoints_of(self, caller: Caller) -> tuple[list[ListedCheckpoint], bool]:
         """Those that the caller may use, and whether these are all."""
         if self._checkpoints is None:
             return [], True
         listing = await self._checkpoints.list(caller.owner)
-        bases = listing.bases
-        return [path for path in listing.paths if self._may_sample(caller, bases.get(path))], listing.is_complete
+        mine = [checkpoint for checkpoint in listing.checkpoints if self._may_sample(caller, checkpoint.base_model)]
+        return mine, listing.is_complete
+
+    def base_id(self, trained_on: str | None) -> str | None:
+        """The id of the served model that a checkpoint calls its base; None when it names none."""
+        model = None if trained_on is None else self._trained_on(trained_on)
+        return None if model is None else model.id
 
     def _may_sample(self, caller: Caller, trained_on: str | None) -> bool:
         """Whether a checkpoint that was trained on this can be sampled; one that does not tell can, on a named base."""
@@ -118,7 +135,8 @@ class Catalog:
         checkpoint = await self._checkpoint(model_id.checkpoint, caller)
         model, context_length = self._base_of(model_id.checkpoint, checkpoint, named, caller)
         adapter = Adapter(checkpoint.digest, str(checkpoint.directory))
-        return ResolvedModel(requested, model, context_length, await self._renderer(model, checkpoint), adapter)
+        renderer = await self._renderer(model, checkpoint)
+        return ResolvedModel(requested, model, context_length, renderer, adapter, model_id.checkpoint)
 
     def _base(self, base: BaseModelId, caller: Caller) -> tuple[ServedModel, int]:
         model = self.models.get(base.name)

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Final
 
 from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE, combined_digest
-from engines.lora.format.tensor_file import TensorFileError, TensorFileTruncated, parse_header
+from engines.lora.format.tensor_file import MAX_HEADER_BYTES, TensorFileError, TensorFileTruncated, parse_header
 from serve_app.checkpoints.metadata import (
     METADATA_FILE,
     BadField,
@@ -24,7 +24,7 @@ from serve_app.checkpoints.metadata import (
     json_object,
     parse_metadata,
 )
-from serve_app.checkpoints.report import OwnedRefused, Report, Unfit
+from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused, Report, Unfit
 from serve_app.checkpoints.root_folder import open_below, open_in
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -32,6 +32,7 @@ MARKER_FILE: Final = "checkpoint_complete"
 FILES: Final = (CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE, METADATA_FILE, TEMPLATE_FILE, MARKER_FILE)
 _MAX_TEMPLATE_BYTES: Final = 1 << 17  # four times the longest in use; kept in memory for every checkpoint
 _HEAD_BYTES: Final = 1 << 16
+_GLANCE_BYTES: Final = 1 << 18  # of a header that is parsed for a listing: some 2000 tensors
 
 Fingerprint = tuple[str | tuple[int, ...] | None, ...]
 
@@ -136,6 +137,17 @@ class Reader:
             self._template(),
         )
 
+    def at_a_glance(self) -> Unfit | None:
+        """What `read` would raise, as far as the sizes of the files and their first bytes tell."""
+        try:
+            self.report.about = self._metadata()
+            self._check_files()
+            self._json_object(CONFIG_FILE)
+            self._check_extent(_GLANCE_BYTES)
+        except (OwnedIncomplete, OwnedRefused) as exc:
+            return exc
+        return None
+
     def _check_files(self) -> None:
         present = self.folder.files
         if PICKLE_FILE in present and WEIGHTS_FILE not in present:
@@ -170,7 +182,8 @@ class Reader:
         except BadField as exc:
             raise self._refused(f"{METADATA_FILE}: {exc}") from exc
 
-    def _check_extent(self) -> None:
+    def _check_extent(self, max_header_bytes: int = MAX_HEADER_BYTES + 8) -> None:
+        """A longer header is not parsed, only its length is checked."""
         size = self.folder.statuses[WEIGHTS_FILE].st_size
         head = read_at(self.folder.files[WEIGHTS_FILE], _HEAD_BYTES)
         try:
@@ -179,6 +192,8 @@ class Reader:
             except TensorFileTruncated as exc:
                 if exc.needed > size:
                     raise
+                if exc.needed > max_header_bytes:
+                    return
                 extent = parse_header(read_at(self.folder.files[WEIGHTS_FILE], exc.needed)).extent
         except TensorFileTruncated as exc:
             raise self._incomplete(f"{WEIGHTS_FILE} has {size} bytes, and its header alone {exc.needed}.") from exc

@@ -4,8 +4,9 @@ import logging
 import os
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final, Protocol
 
 from serve_app.errors import ConfigRefused
@@ -17,6 +18,7 @@ _VERSIONS: Final = (
     "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "blob_id", "LastModified", "last_modified",
     "Last-Modified", "mtime", "updated", "created",
 )  # fmt: skip
+_CHANGED: Final = ("LastModified", "last_modified", "mtime", "updated", "created")
 _MISSING_STATUSES: Final = (403, 404, 410)  # 403: how object stores say "missing" to who may not list
 _MAX_CHILDREN: Final = 10_000
 
@@ -27,11 +29,14 @@ class StoreFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file as the store describes it; `version` None when nothing there tells one content from another."""
+    """A file as the store describes it; `version` None when nothing there tells one content from another.
+    `changed_at`: in seconds since 1970, 0 when the store does not tell.
+    """
 
     name: str
     size: int | None
     version: str | None
+    changed_at: float = 0.0
 
 
 class _Fsspec(Protocol):
@@ -128,7 +133,20 @@ class FileSystem:
 def _state(name: str, info: Mapping[str, object]) -> FileState:
     size = info.get("size")
     versions = [f"{key}={info[key]}" for key in _VERSIONS if info.get(key) is not None]
-    return FileState(name, size if isinstance(size, int) else None, "; ".join(versions) or None)
+    return FileState(name, size if isinstance(size, int) else None, "; ".join(versions) or None, _changed_at(info))
+
+
+def _changed_at(info: Mapping[str, object]) -> float:
+    for key in _CHANGED:
+        value = info.get(key)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return 0.0
 
 
 @contextmanager

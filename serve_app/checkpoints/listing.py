@@ -10,9 +10,9 @@ from functools import partial
 
 from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from serve_app.checkpoints.checkpoint import is_open_to
-from serve_app.checkpoints.content import FILES, open_folder, read_at
+from serve_app.checkpoints.content import FILES, Reader, open_folder, read_at
 from serve_app.checkpoints.filesystem import FileSystem
-from serve_app.checkpoints.local import FOLDER
+from serve_app.checkpoints.local import FOLDER, YOUNG_S
 from serve_app.checkpoints.metadata import (
     METADATA_FILE,
     BadField,
@@ -22,6 +22,7 @@ from serve_app.checkpoints.metadata import (
     json_object,
     parse_metadata,
 )
+from serve_app.checkpoints.report import Report, Unfit
 from serve_app.checkpoints.root_folder import LeavesRoot, open_below
 from serve_app.checkpoints.tar import Member, TarRefused, TarTruncated, TarWrong, known_files
 from serve_app.errors import InvalidRequest
@@ -32,26 +33,42 @@ _TAR = ".tar"
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """`paths`: newest first. `is_complete`: whether these are all. `bases`: what they were trained on, if they tell."""
+class ListedCheckpoint:
+    """What a look tells of a checkpoint. `changed_at`: in seconds since 1970, 0 where the store does not tell.
+    `base_model`: what it was trained on, None when it does not say. `problem`: why it cannot be sampled, None as long
+    as nothing is known: a listing looks at the first bytes of local files only.
+    """
 
-    paths: tuple[CheckpointPath, ...]
+    path: CheckpointPath
+    changed_at: float = 0.0
+    base_model: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """`checkpoints`: newest first. `is_complete`: whether these are all."""
+
+    checkpoints: tuple[ListedCheckpoint, ...]
     is_complete: bool
-    bases: Mapping[CheckpointPath, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def paths(self) -> tuple[CheckpointPath, ...]:
+        return tuple(checkpoint.path for checkpoint in self.checkpoints)
 
 
 @dataclass(slots=True)
 class Search:
-    """One look through a root: for whom, within which bounds, and what was found, with its time of change and, where it
-    tells, the base that it was trained on. `has_failed`: the root could not be read, or not all of it.
+    """One look through a root: for whom, within which bounds, and what was found. `max_bytes`: of a checkpoint's
+    weights. `has_failed`: the root could not be read, or not all of it.
     """
 
     caller: str | None
     max_found: int = MAX_FOUND
     max_entries: int = 20_000
     seconds: float = 5.0
-    found: dict[CheckpointPath, float] = field(default_factory=dict)
-    bases: dict[CheckpointPath, str] = field(default_factory=dict)
+    max_bytes: int = 8 << 30
+    found: dict[CheckpointPath, ListedCheckpoint] = field(default_factory=dict)
     has_failed: bool = False
     claimed: set[CheckpointPath] = field(default_factory=set)
     _started: float = field(default_factory=time.monotonic)
@@ -64,8 +81,15 @@ class Search:
 
     @property
     def is_cut(self) -> bool:
-        late = time.monotonic() - self._started > self.seconds
-        return late or self._entries > self.max_entries or len(self.found) >= self.max_found
+        return self._is_late(self.seconds) or self._entries > self.max_entries or len(self.found) >= self.max_found
+
+    @property
+    def has_time_to_check(self) -> bool:
+        """Whether files may be looked into: parsing a header takes milliseconds, and all are to be listed."""
+        return not self._is_late(self.seconds / 4)
+
+    def _is_late(self, seconds: float) -> bool:
+        return time.monotonic() - self._started > seconds
 
     def claim(self, path: CheckpointPath) -> bool:
         """Note that something lies at the path; False if that is known already."""
@@ -75,35 +99,43 @@ class Search:
         return True
 
     def add(
-        self, path: CheckpointPath, metadata: bytes | None, config: Callable[[], bytes | None], changed_at: float
+        self,
+        path: CheckpointPath,
+        metadata: bytes | None,
+        config: Callable[[], bytes | None],
+        changed_at: float,
+        check: Callable[[], Unfit | None] = lambda: None,
     ) -> None:
-        """If the caller may use it. `config` reads the adapter's configuration, if it is needed."""
+        """If the caller may use it. `config` reads the adapter's configuration, if it is needed; `check` looks for what
+        is wrong, if there is time.
+        """
         try:
             about = Metadata() if metadata is None else parse_metadata(metadata)
         except (NotJson, BadField):
             return
         is_over = about.expires_at is not None and about.expires_at <= datetime.now(UTC)
-        if not is_over and is_open_to(about.owner, public=about.public, caller=self.caller):
-            self.found[path] = changed_at
-            base = about.base_model or _base_in(config())
-            if base is not None:
-                self.bases[path] = base
+        if is_over or not is_open_to(about.owner, public=about.public, caller=self.caller):
+            return
+        base, problem = about.base_model, check() if self.has_time_to_check else None
+        if base is None:
+            try:
+                base = _base_in(config())
+            except NotJson as exc:
+                problem = problem or Report(str(path)).refused(f"{CONFIG_FILE} {exc}.")
+        self.found[path] = ListedCheckpoint(path, changed_at, base, None if problem is None else str(problem))
 
 
 def merge(searches: Iterable[Search]) -> Listing:
     """Of the roots in their order: the first that has anything at a path decides, as in a request."""
-    found: dict[CheckpointPath, float] = {}
-    bases: dict[CheckpointPath, str] = {}
+    found: list[ListedCheckpoint] = []
     claimed: set[CheckpointPath] = set()
     is_complete = True
     for search in searches:
-        mine = search.found.keys() - claimed
-        found |= {path: search.found[path] for path in mine}
-        bases |= {path: search.bases[path] for path in mine & search.bases.keys()}
+        found += [checkpoint for path, checkpoint in search.found.items() if path not in claimed]
         claimed |= search.claimed
         is_complete = is_complete and not (search.is_cut or search.has_failed)
-    paths = sorted(found, key=lambda path: (-found[path], str(path)))
-    return Listing(tuple(paths[:MAX_FOUND]), is_complete and len(paths) <= MAX_FOUND, bases)
+    found.sort(key=lambda checkpoint: (-checkpoint.changed_at, str(checkpoint.path)))
+    return Listing(tuple(found[:MAX_FOUND]), is_complete and len(found) <= MAX_FOUND)
 
 
 def search_folder(root: str, search: Search) -> None:
@@ -130,7 +162,10 @@ def _look_at(root: str, run: str, name: str, search: Search) -> None:
             if path is not None and search.claim(path) and {CONFIG_FILE, WEIGHTS_FILE} <= folder.files.keys():
                 about, config = folder.files.get(METADATA_FILE), folder.files[CONFIG_FILE]
                 text = None if about is None else read_at(about, MAX_CONFIG_BYTES)
-                search.add(path, text, partial(read_at, config, MAX_CONFIG_BYTES), folder.changed_at)
+                is_young = time.time() - folder.changed_at < YOUNG_S
+                reader = Reader(folder, Report(str(path)), search.max_bytes, is_young)
+                read = partial(read_at, config, MAX_CONFIG_BYTES)
+                search.add(path, text, read, folder.changed_at, reader.at_a_glance)
         elif name.endswith(_TAR):
             _look_at_tar(root, run, name, search)
 
@@ -170,14 +205,13 @@ def search_files(files: FileSystem, search: Search) -> None:
                 about, config, folder = states.get(METADATA_FILE), states[CONFIG_FILE], (run, FOLDER, name)
                 text = None if about is None else files.text(folder, about, MAX_CONFIG_BYTES)
                 if about is None or text is not None:
-                    search.add(path, text, partial(files.text, folder, config, MAX_CONFIG_BYTES), 0.0)
+                    changed_at = max(state.changed_at for state in states.values())
+                    search.add(path, text, partial(files.text, folder, config, MAX_CONFIG_BYTES), changed_at)
 
 
 def _base_in(config: bytes | None) -> str | None:
-    try:
-        return None if config is None else base_of(json_object(config))
-    except NotJson:
-        return None
+    """Raises `NotJson`."""
+    return None if config is None else base_of(json_object(config))
 
 
 def _path(run: str, name: str) -> CheckpointPath | None:

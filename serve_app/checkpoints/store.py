@@ -66,6 +66,7 @@ class CheckpointStore:
         self._looks = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-look")
         self._reads = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-read")
         self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
         self._clock = clock
         self._roots = [self._root(root, max_bytes, recheck_s) for root in roots]
         # Each root has its own: one that hangs keeps them all.
@@ -143,7 +144,9 @@ class CheckpointStore:
     async def _search(self, number: int, owner: str | None) -> Search:
         try:
             async with asyncio.timeout(min(self._timeout_s, _LIST_S)):
-                return await self._listings[number].run(owner, partial(_search_root, self._roots[number], owner))
+                return await self._listings[number].run(
+                    owner, partial(_search_root, self._roots[number], owner, self._max_bytes)
+                )
         except TimeoutError:
             logger.warning("Root %d of the checkpoints was not listed in time.", number)
             return Search(owner, has_failed=True)
@@ -156,8 +159,8 @@ class CheckpointStore:
             searches.shutdown(wait=False, cancel_futures=True)
 
 
-def _search_root(root: LocalRoot | RemoteRoot, owner: str | None) -> Search:
-    search = Search(owner)
+def _search_root(root: LocalRoot | RemoteRoot, owner: str | None, max_bytes: int) -> Search:
+    search = Search(owner, max_bytes=max_bytes)
     try:
         if isinstance(root, LocalRoot):
             search_folder(root.root, search)

@@ -24,6 +24,7 @@ from engines.protocol import Engine, GenerateRequest
 from serve_app.api.record import RequestRecord
 from serve_app.catalog.catalog import Checkpoints, ResolvedCheckpoint
 from serve_app.checkpoints.checkpoint import is_open_to
+from serve_app.checkpoints.listing import ListedCheckpoint, Listing
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.errors import CheckpointNotFound
 from serve_app.http.app import build_http_app
@@ -54,13 +55,7 @@ class StoredCheckpoint:
     owner: str | None = None
     public: bool = False
     chat_template: str | None = None
-
-
-@dataclass(frozen=True)
-class StoredListing:
-    paths: tuple[CheckpointPath, ...]
-    is_complete: bool
-    bases: dict[CheckpointPath, str]
+    problem: str | None = None
 
 
 @dataclass
@@ -79,15 +74,13 @@ class MemoryCheckpoints:
             raise denied
         return found
 
-    async def list(self, owner: str | None) -> StoredListing:
-        held = {path: found for path, found in self.held.items() if isinstance(found, StoredCheckpoint)}
-        mine = {
-            parse_checkpoint_path(path): found.base_model
-            for path, found in held.items()
-            if found.public or found.owner in (None, owner)
-        }
-        bases = {path: base for path, base in mine.items() if base is not None}
-        return StoredListing(tuple(mine), len(mine) < 3, bases)
+    async def list(self, owner: str | None) -> Listing:
+        mine = tuple(
+            ListedCheckpoint(parse_checkpoint_path(path), 1_750_000_000.5, found.base_model, found.problem)
+            for path, found in self.held.items()
+            if isinstance(found, StoredCheckpoint) and is_open_to(found.owner, public=found.public, caller=owner)
+        )
+        return Listing(mine, len(mine) < 3)
 
     def close(self) -> None:
         self.closed.set()

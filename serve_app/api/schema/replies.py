@@ -50,16 +50,24 @@ class ChatMessage(TypedDict):
     tool_call_id: None
 
 
-class CheckpointReply(TypedDict):
-    """A checkpoint in GET /models; listing them reads no more than their names, so nobody knows when they were made."""
-
+class _ModelHead(TypedDict):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
 
 
-class ModelReply(CheckpointReply):
+class CheckpointReply(_ModelHead):
+    """A checkpoint in GET /models. `created`: when it changed last, 0 where its store does not tell. `base_model`: the
+    served model that it was trained on, null when it does not say. `error`: why it cannot be sampled, null as long as
+    nothing is known: listing looks at the first bytes of local files only.
+    """
+
+    base_model: str | None
+    error: str | None
+
+
+class ModelReply(_ModelHead):
     """A base model in GET /models. `context_length` in tokens, prompt and completion."""
 
     context_length: int

@@ -1,24 +1,42 @@
 """Which checkpoints there are: the caller's and everybody's, newest first, within bounds."""
 
 import asyncio
+import json
 import os
+import struct
 import threading
+import time
 from pathlib import Path
 from typing import ClassVar
 
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from engines.lora.format.digest import CONFIG_FILE
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
 from serve_app.checkpoints import CheckpointStore, Listing
-from serve_app.checkpoints.listing import Search, merge, search_folder
+from serve_app.checkpoints.listing import ListedCheckpoint, Search, merge, search_folder
 from serve_app.model_id import CheckpointPath
-from tests.support.checkpoint_files import PATH, config, digest, files, opened_store, run, tar_bytes, write, write_tar
+from tests.support.checkpoint_files import (
+    PATH,
+    config,
+    digest,
+    files,
+    opened_store,
+    run,
+    tar_bytes,
+    weights,
+    write,
+    write_tar,
+)
 
 
 def _list(*roots: Path | str, owner: str | None = None, cache: Path) -> Listing:
     with opened_store(*roots, cache=cache) as store:
         return run(lambda: store.list(owner))
+
+
+def _seen(listing: Listing) -> tuple[tuple[CheckpointPath, ...], bool]:
+    return listing.paths, listing.is_complete
 
 
 def _path(name: str, run_name: str = "r") -> CheckpointPath:
@@ -39,7 +57,7 @@ def test_those_that_a_caller_may_use_are_listed_newest_first(tmp_path: Path) -> 
     write_tar(root, tar_bytes(files(metadata={"owner": "robin"})), _path("7"))
     write_tar(root, tar_bytes({"checkpoint.json": b"", **files()}), _path("8"))
     write_tar(root, tar_bytes(files()), _path("9"))
-    assert _list(root, cache=tmp_path / "c") == Listing((_path("9"), _path("4"), _path("1")), True)
+    assert _seen(_list(root, cache=tmp_path / "c")) == ((_path("9"), _path("4"), _path("1")), True)
     of_alice = _list(root, owner="alice", cache=tmp_path / "c").paths
     assert set(of_alice) == {_path(name) for name in "9421"}
     of_robin = _list(root, owner="robin", cache=tmp_path / "c").paths
@@ -58,7 +76,7 @@ def test_what_is_no_checkpoint_is_left_out(tmp_path: Path) -> None:
     os.mkfifo(kind / "fifo.tar")
     (root / "file").touch()
     (root / "empty").mkdir()
-    assert _list(root, tmp_path / "not there", cache=tmp_path / "c") == Listing((_path("ok"),), True)
+    assert _list(root, tmp_path / "not there", cache=tmp_path / "c").paths == (_path("ok"),)
 
 
 def test_a_root_that_hangs_keeps_nobody_from_what_is_in_the_others(tmp_path: Path) -> None:
@@ -82,9 +100,9 @@ def test_a_root_that_hangs_keeps_nobody_from_what_is_in_the_others(tmp_path: Pat
 
     try:
         with opened_store(tmp_path / "root", "hanging://root", cache=tmp_path / "c", timeout_s=1) as store:
-            assert run(lambda: list_for_many(store)) == [Listing((PATH,), False)] * 20
+            assert [_seen(listing) for listing in run(lambda: list_for_many(store))] == [((PATH,), False)] * 20
         with opened_store("hanging://root", tmp_path / "root", cache=tmp_path / "c", timeout_s=1) as store:
-            assert run(lambda: store.list(None)) == Listing((PATH,), False)
+            assert _seen(run(lambda: store.list(None))) == ((PATH,), False)
     finally:
         Hanging.go.set()
 
@@ -98,12 +116,15 @@ def test_an_earlier_root_hides_what_a_later_one_has(tmp_path: Path) -> None:
 
 
 def test_of_many_roots_no_more_is_listed_than_of_one() -> None:
-    searches = [Search(None, found={_path(str(i), run_name): float(i) for i in range(600)}) for run_name in "abc"]
+    searches = [Search(None) for _ in "abc"]
+    for search, run_name in zip(searches, "abc", strict=True):
+        paths = [(i, _path(str(i), run_name)) for i in range(600)]
+        search.found = {path: ListedCheckpoint(path, changed_at=float(i)) for i, path in paths}
     listing = merge(searches)
     assert len(listing.paths) == 1000
     assert not listing.is_complete
     assert listing.paths[:4] == (_path("599", "a"), _path("599", "b"), _path("599", "c"), _path("598", "a"))
-    assert merge(searches[:1]) == Listing(tuple(_path(str(i), "a") for i in reversed(range(600))), True)
+    assert _seen(merge(searches[:1])) == (tuple(_path(str(i), "a") for i in reversed(range(600))), True)
 
 
 def test_a_remote_root_is_listed_too(tmp_path: Path) -> None:
@@ -113,7 +134,10 @@ def test_a_remote_root_is_listed_too(tmp_path: Path) -> None:
     for name, metadata in (("1", {"owner": "alice"}), ("2", None)):
         for file, content in files(metadata=metadata).items():
             memory.pipe_file(f"/listing/r/sampler_weights/{name}/{file}", content)
-    assert _list("memory://listing", cache=tmp_path / "c") == Listing((_path("2"),), True)
+    before = time.time()
+    (found,) = _list("memory://listing", cache=tmp_path / "c").checkpoints
+    assert (found.path, found.problem) == (_path("2"), None)
+    assert before - 60 < found.changed_at <= before
     assert set(_list("memory://listing", owner="alice", cache=tmp_path / "c").paths) == {_path("1"), _path("2")}
 
 
@@ -143,10 +167,57 @@ def test_a_listing_tells_what_each_checkpoint_was_trained_on(tmp_path: Path) -> 
     write_tar(root, tar_bytes(files(metadata={"base_model": "told/Here"})), _path("tar-metadata"))
     write_tar(root, tar_bytes(files() | there), _path("tar-config"))
     listing = _list(root, cache=tmp_path / "c")
-    assert _path("silent") in listing.paths
-    assert {path.name: base for path, base in listing.bases.items()} == {
+    assert {found.path.name: found.base_model for found in listing.checkpoints} == {
+        "silent": None,
         "metadata": "told/Here",
         "config": "told/There",
         "tar-metadata": "told/Here",
         "tar-config": "told/There",
     }
+
+
+def _write_broken(root: Path) -> None:
+    write(root, files() | {WEIGHTS_FILE: weights()[:-7]}, _path("cut"))
+    write(root, files() | {WEIGHTS_FILE: b"\x10" + bytes(40)}, _path("noise"))
+    write(root, files() | {CONFIG_FILE: b'{"r": '}, _path("half"))
+    write(root, files(metadata={"owner": "alice"}) | {CONFIG_FILE: b"[]"}, _path("hers"))
+    write_tar(root, tar_bytes(files() | {CONFIG_FILE: b"[]"}), _path("tar"))
+    write(root, files(), _path("well"))
+
+
+def test_what_is_broken_is_listed_with_what_is_wrong_and_when_it_changed(tmp_path: Path) -> None:
+    _write_broken(tmp_path)
+    before = time.time()
+    listing = _list(tmp_path, cache=tmp_path / "c")
+    label = "The checkpoint tinker://r/sampler_weights"
+    assert {found.path.name: found.problem for found in listing.checkpoints} == {
+        "cut": f"{label}/cut is not complete: adapter_model.safetensors has 365 bytes, and its header describes 372.",
+        "noise": f"{label}/noise is not complete: adapter_model.safetensors: its header is not a JSON object: "
+        "'{' is missing at character 0.",
+        "half": f"{label}/half is not complete: adapter_config.json is not JSON.",
+        "tar": f"{label}/tar cannot be served: adapter_config.json is not a JSON object.",
+        "well": None,
+    }
+    assert all(before - 60 < found.changed_at <= before for found in listing.checkpoints)
+    of_alice = _list(tmp_path, owner="alice", cache=tmp_path / "c").checkpoints
+    hers = next(found for found in of_alice if found.path == _path("hers"))
+    assert hers.problem == f"{label}/hers is not complete: adapter_config.json is not a JSON object."
+
+
+def test_a_listing_that_has_no_time_to_look_into_files_lists_them_all_the_same(tmp_path: Path) -> None:
+    _write_broken(tmp_path)
+    search = Search(None, seconds=60.0, _started=time.monotonic() - 20.0)
+    search_folder(str(tmp_path), search)
+    assert {path.name for path in search.found} == {"cut", "noise", "half", "tar", "well"}
+    assert search.found[_path("cut")].problem is None
+
+
+def test_a_header_that_is_longer_than_a_glance_is_checked_by_its_length_only(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode().ljust(1 << 19)
+    whole = struct.pack("<Q", len(header)) + header
+    write(tmp_path, files() | {WEIGHTS_FILE: whole + b"12"}, _path("long"))
+    write(tmp_path, files() | {WEIGHTS_FILE: whole[:-9]}, _path("cut"))
+    found = {found.path.name: found.problem for found in _list(tmp_path, cache=tmp_path / "c").checkpoints}
+    assert found["long"] is None
+    assert found["cut"] is not None
+    assert "and its header alone 524296" in found["cut"]

@@ -242,7 +242,14 @@ def test_checkpoints_are_listed_when_asked_for(edge: RunningEdge) -> None:
         assert all(not item["id"].startswith("tinker://") for item in client.get("/models").json()["data"])
         body = client.get("/models?checkpoints=1").json()
     assert [item["id"] for item in body["data"]][-2:] == [mine, public]
-    assert body["data"][-1] == {"id": public, "object": "model", "created": 0, "owned_by": "user"}
+    assert body["data"][-1] == {
+        "id": public,
+        "object": "model",
+        "created": 1_750_000_000,
+        "owned_by": "user",
+        "base_model": CHAT,
+        "error": None,
+    }
     assert body["has_more"] is False
 
 
@@ -258,6 +265,22 @@ def test_checkpoints_are_listed_for_the_bases_that_the_key_may_use(edge: Running
     assert (listed(KEY), listed(OTHER_KEY)) == (["on-chat", "on-base"], ["on-base"])
     edge.checkpoints.held["tinker://r/sampler_weights/silent"] = StoredCheckpoint("s", base_model=None)
     assert listed(OTHER_KEY) == ["on-base", "silent"]
+
+
+def test_a_listing_says_what_is_broken_and_names_bases_as_requests_do(edge: RunningEdge) -> None:
+    source = edge.config["models"][2]["source"]  # what PEFT writes as the base is where it was loaded from
+    stored = {
+        "broken": StoredCheckpoint("1", base_model=source, problem="The checkpoint is not complete."),
+        "silent": StoredCheckpoint("2", base_model=None),
+    }
+    for name, checkpoint in stored.items():
+        edge.checkpoints.held[f"tinker://r/sampler_weights/{name}"] = checkpoint
+    with edge.http() as client:
+        items = client.get("/models?checkpoints=1").json()["data"][-2:]
+    assert [(item["base_model"], item["error"]) for item in items] == [
+        (BASE, "The checkpoint is not complete."),
+        (None, None),
+    ]
 
 
 def test_a_listing_that_is_cut_says_so(edge: RunningEdge) -> None:
