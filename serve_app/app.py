@@ -25,7 +25,9 @@ from serve_app.replicas.over_ray import ENGINE_DEPLOYMENT
 
 _DRAIN_CHECK_INTERVAL_S = 0.2
 _HEALTH_CHECK_PERIOD_S = 2.0
-_HEALTH_CHECK_TIMEOUT_S = 30.0
+_INGRESS_HEALTH_CHECK_PERIOD_S = 1.0  # the clock on which the ages of replicas' reports are measured
+# Serve replaces what misses three checks in a row: a process that is stopped is gone after some 25 s.
+_HEALTH_CHECK_TIMEOUT_S = 8.0
 _ROUTING_STATS_PERIOD_S = 1.0
 # Serve must not turn requests away before the engine does: it counts those that are being routed, not those that run.
 _QUEUED_PER_CAPACITY = 4
@@ -52,7 +54,7 @@ def api(args: dict[str, object]) -> Application:
             "num_cpus": parsed.cpus_per_replica,
             "runtime_env": _environment(CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false"),
         },
-        **_lifecycle(parsed.graceful_shutdown_timeout_s),
+        **_lifecycle(parsed.graceful_shutdown_timeout_s, check_period_s=_INGRESS_HEALTH_CHECK_PERIOD_S),
     }
     return serve.deployment(serve.ingress()(Ingress)).options(**options).bind(parsed)
 
@@ -147,11 +149,13 @@ def _image_scaling(args: ImageArgs) -> dict[str, object]:
     }
 
 
-def _lifecycle(graceful_shutdown_timeout_s: float) -> dict[str, object]:
+def _lifecycle(
+    graceful_shutdown_timeout_s: float, *, check_period_s: float = _HEALTH_CHECK_PERIOD_S
+) -> dict[str, object]:
     return {
         "graceful_shutdown_timeout_s": graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": _DRAIN_CHECK_INTERVAL_S,
-        "health_check_period_s": _HEALTH_CHECK_PERIOD_S,
+        "health_check_period_s": check_period_s,
         "health_check_timeout_s": _HEALTH_CHECK_TIMEOUT_S,
     }
 

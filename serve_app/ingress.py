@@ -52,10 +52,11 @@ class Ingress:
         await self._replicas.readiness(apps)
 
     def check_health(self) -> None:
-        """Serve calls this once `reconfigure` has returned, before a replica counts as running, and every few seconds.
+        """Serve calls this once `reconfigure` has returned, before a replica counts as running, and every second.
         One that has no configuration knows no keys: it would tell every caller that theirs is wrong. Raises
         `ConfigRefused`, which is then why the deployment failed.
         """
+        REPLICA_REPORTS.controller_called()
         self._service.require_configuration()
 
     async def __del__(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from serve_app.metrics import EngineMetrics
 from serve_app.replicas.channel.link import Links, run_request
 from serve_app.replicas.channel.listener import Endpoint
 from serve_app.replicas.in_process import LocalReplicas
+from serve_app.replicas.reports import BEAT_S, Report
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +71,13 @@ class Replica:
             raise EngineUnhealthy(f"The engine has made no progress for {stats.stalled_s:.0f} s.")
 
     def record_routing_stats(self) -> dict[str, object]:
-        """What routers and readiness know of this replica (`router.py`); Serve asks for it every second."""
+        """What routers and readiness know of this replica (`reports.py`). Serve asks for it every second, and sends it
+        to all ingresses when it has changed. So the adapters are in order of their digests, not of their use.
+        """
         stats = self._engine.stats()
-        return {"is_ready": self._is_ready(stats), "adapters": list(stats.adapters)}
+        adapters = tuple(sorted(stats.adapters))
+        beat = int(time.monotonic() / BEAT_S)
+        return Report(self._is_ready(stats), adapters, beat, self._limits.silent_after_s).fields()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """For autoscaling policies of one's own. `streams`: requests whose tokens are on their way to an ingress."""

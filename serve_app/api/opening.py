@@ -14,6 +14,7 @@ from serve_app.api.body_limits import check_sizes
 from serve_app.api.chunks import Chunks
 from serve_app.api.ignored_fields import IgnoredFields, ignored_fields
 from serve_app.api.json_body import parse_object
+from serve_app.api.record import RequestRecord
 from serve_app.api.reply import Reply, ReplyPart
 from serve_app.api.schema.sampling import SamplingFields, parse_body
 from serve_app.api.ticket import Ticket
@@ -52,10 +53,13 @@ class ParsedBody(Generic[Body]):
     ignored_fields: IgnoredFields
 
 
-def parse_request(kind: type[Body], content: bytes, limits: LimitsConfig, longest_context: int) -> ParsedBody[Body]:
-    """Raises `InvalidRequest`."""
+def parse_request(
+    kind: type[Body], content: bytes, limits: LimitsConfig, longest_context: int, record: RequestRecord
+) -> ParsedBody[Body]:
+    """`record` learns of the model that is asked for, also when the rest is refused. Raises `InvalidRequest`."""
     names = kind.names()
     raw = parse_object(content, names, longest_context=longest_context)
+    record.asked_for(raw.get("model"))
     check_sizes(raw, limits, longest_context)
     return ParsedBody(parse_body(kind, raw), ignored_fields(raw, names))
 

@@ -23,6 +23,8 @@ can be set, with its defaults:
       health:
         stalled_after_s: 30        # without progress for this long: not ready, and last in the router's order
         restart_after_s: 300       # without progress for this long: replaced
+        silent_after_s: 7          # without a report for this long, as of a stopped process: not ready, and last in the
+                                   # order too; Serve replaces what misses three health checks, after some 25 s
       graceful_shutdown_timeout_s: 900   # how long a replica that stops may finish its requests
       fake: {step_s: 0.02, tokens_per_step: 1, reply_tokens: 64, vocab_size: 32000}   # of engine: fake
 
@@ -45,6 +47,7 @@ from serve_app.explain import Complaint, explain
 
 Bytes = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, strict=False)]
+_LEAST_SILENCE_S = 5.0  # a replica that is well reports every 2 s, and its report takes up to one more to arrive
 _TARGET_SHARE = 0.8  # of the batch: the rest takes the arrivals until a new replica is up
 
 
@@ -79,12 +82,14 @@ class FakeSettings(_Section):
 
 
 class HealthLimits(_Section):
-    """The `user_config` of a model's engine deployment: how long without progress is too long. `build` says nothing: it
+    """The `user_config` of a model's engine deployment: how long without progress, or without a report, is too long.
+    `build` says nothing: it
     makes one build of the application differ from the next (`app.py`).
     """
 
     stalled_after_s: Seconds = 30.0
     restart_after_s: Seconds = 300.0
+    silent_after_s: Annotated[float, Field(ge=_LEAST_SILENCE_S, le=3600, strict=False)] = 7.0
     build: str = ""
 
 

@@ -30,6 +30,7 @@ from serve_app.errors import (
     ModelNotFound,
     NotFound,
     NotReady,
+    ReplicaLost,
     TotalTimeout,
 )
 from serve_app.http.body import read_body
@@ -123,6 +124,7 @@ class Handlers:
             raise NotFound(f"There is no marketplace slug {slug!r}.") from exc
 
     async def _describe(self, exchange: Exchange, requested: str) -> None:
+        exchange.record.asked_for(requested)
         await exchange.send_json(200, await describe(self._service.settings.catalog, requested, exchange.caller))
 
     async def chat(self, exchange: Exchange) -> None:
@@ -147,7 +149,7 @@ class Handlers:
         ticket.body_bytes = len(content)
         cost_us = len(content) * PARSE_US_PER_BYTE
         longest = edge.catalog.longest_context
-        parsed = await edge.workers.run(cost_us, parse_request, kind, content, edge.limits, longest)
+        parsed = await edge.workers.run(cost_us, parse_request, kind, content, edge.limits, longest, ticket.record)
         ticket.ignored_fields = parsed.ignored_fields
         return parsed.body
 
@@ -155,10 +157,10 @@ class Handlers:
         async with AsyncExitStack() as stack:
             try:
                 answer = await stack.enter_async_context(open_request(edge, ticket, body, prepare))
-            except (AdapterChanged, EngineStopped):
-                # The checkpoint was replaced just now, or the replica began to drain: nothing was run, and another look
-                # finds the new content, another replica; by the configuration of now, since the one that the request
-                # began with may be gone, its store of checkpoints closed.
+            except (AdapterChanged, EngineStopped, ReplicaLost):
+                # The checkpoint was replaced just now, the replica began to drain, or it was lost. The caller has got
+                # nothing yet, and another look finds the new content, another replica; by the configuration of now,
+                # since the one that the request began with may be gone, its store of checkpoints closed.
                 ticket.refund()
                 answer = await stack.enter_async_context(open_request(self._edge(), ticket, body, prepare))
             exchange.record.first_token_s = exchange.elapsed_s()

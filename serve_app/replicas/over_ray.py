@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import closing
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from serve_app.replicas.readiness import AppStatus, ReadinessWatch
 logger = logging.getLogger(__name__)
 
 ENGINE_DEPLOYMENT = "engine"
+_LOOK_S = 0.5  # how often a request that waits for a replica looks whether there is one
 T = TypeVar("T")
 
 
@@ -109,21 +111,33 @@ class RayReplicas:
             _cancel(response)
 
     async def _taken(self, app: str, taken: asyncio.Future[T]) -> None:
-        """Wait until a replica has taken the request. Raises `NoReplica` when none is up for too long.
+        """Wait until a replica has taken the request. Raises `NoReplica` when none is up for too long. Raises
+        `ReplicaLost` when one has gone silent meanwhile, and another is ready: the silent one may have the request.
 
         While replicas run but all are full, or while one is woken up, there is nothing to do but wait: how long is the
         caller's business. Calls to what is not there wait for ever too, in silence.
         """
+        silent_before = self._watch.silent(app)
         while True:
             await self._watch.look([app])
             if self._watch.has_failed(app):
                 raise NoReplica(f"The model's application {app!r} failed to deploy.")
-            done, _ = await asyncio.wait([taken], timeout=self._no_replica_timeout_s)
-            if done:
+            if await self._taken_soon(app, taken, silent_before):
                 return
             await self._watch.look([app])
             if self._watch.is_down(app) and not taken.done():
                 raise NoReplica(f"The model's application {app!r} has no replica.")
+
+    async def _taken_soon(self, app: str, taken: asyncio.Future[T], silent_before: frozenset[str]) -> bool:
+        until = time.monotonic() + self._no_replica_timeout_s
+        while (left_s := until - time.monotonic()) > 0:
+            done, _ = await asyncio.wait([taken], timeout=min(left_s, _LOOK_S))
+            if done:
+                return True
+            has_lost_one = not self._watch.silent(app) <= silent_before
+            if has_lost_one and self._watch.why_not_ready(app) is None:
+                raise ReplicaLost("The replica that was to take the request does not answer.")
+        return False
 
     def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run to the end even when the request it belongs to is gone; what Ray sends must be received."""

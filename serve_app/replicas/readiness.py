@@ -8,11 +8,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from serve_app.replicas.reports import ReplicaReports
+from serve_app.replicas.reports import ReplicaReports, ReplicaState
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class ReadinessWatch:
         """None if the model can produce a token now, or sleeps and would wake up for it."""
         replicas = self._reports.replicas(app)
         if replicas:
-            return None if any(replica.is_ready for replica in replicas) else "its engine makes no progress"
+            return None if any(replica.is_ready for replica in replicas) else _why_none(replicas)
         if not self._is_known(app):
             return "its state is not known yet"
         status = self._status(app)
@@ -92,6 +92,10 @@ class ReadinessWatch:
         if status.is_failed:
             return "it failed to deploy"
         return None if status.is_asleep else "no replica is up"
+
+    def silent(self, app: str) -> frozenset[str]:
+        """The replicas whose last report is too old."""
+        return self._reports.silent(app)
 
     def has_failed(self, app: str) -> bool:
         """Whether waiting is in vain."""
@@ -130,3 +134,9 @@ class ReadinessWatch:
             logger.warning("The state of the models cannot be read.", exc_info=True)
         finally:
             self._asked_at, self._asking = asked_at, None
+
+
+def _why_none(replicas: Sequence[ReplicaState]) -> str:
+    """Of an application none of whose replicas is ready."""
+    silent = all(replica.is_silent for replica in replicas)
+    return "its replicas do not report" if silent else "its engine makes no progress"

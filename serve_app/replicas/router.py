@@ -8,7 +8,7 @@ Serve pickles this module by value, so it may import only packages that are inst
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -19,7 +19,8 @@ from serve_app.replicas import reports  # the module: a value of it would be cop
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A running replica, seen by one request. `load`: requests it has, waiting ones included; `capacity`: how many it
-    takes at most; `has_adapter`: whether the request's adapter is in its device slots.
+    takes at most; `has_adapter`: whether the request's adapter is in its device slots; `is_ready`: whether it makes
+    progress, and reports that it does.
     """
 
     replica_id: str
@@ -49,8 +50,8 @@ class Patience:
 
 
 def choose(candidates: Sequence[Candidate], wish: Wish, patience: Patience) -> list[Candidate]:
-    """All candidates, best first: free ones that hold the adapter, other free ones, busy ones, and last those that make
-    no progress. Among equals the key's own order decides; without a key, and among the busy, the least loaded.
+    """All candidates, best first: free ones that hold the adapter, other free ones, busy ones, and last those that are
+    not ready. Among equals the key's own order decides; without a key, and among the busy, the least loaded.
     """
     if not candidates:
         return []
@@ -95,21 +96,21 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         metadata = pending_request.metadata
         wish = Wish(metadata.session_id, metadata.multiplexed_model_id, metadata.internal_request_id)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        candidates = [self._candidate(name, replica, wish) for name, replica in replicas.items()]
+        silent = reports.REPLICA_REPORTS.silent(self.app_name)
+        candidates = [self._candidate(name, replica, wish, silent) for name, replica in replicas.items()]
         return [[replicas[candidate.replica_id]] for candidate in choose(candidates, wish, self._patience)]
 
-    def _candidate(self, name: str, replica: RunningReplica, wish: Wish) -> Candidate:
-        is_ready, adapters = _reported(replica)
+    def _candidate(self, name: str, replica: RunningReplica, wish: Wish, silent: Collection[str]) -> Candidate:
+        report = _report(replica)
         load = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        return Candidate(name, load, self._capacity, wish.adapter in adapters, is_ready)
+        is_ready = report.is_ready and name not in silent
+        return Candidate(name, load, self._capacity, wish.adapter in report.adapters, is_ready)
 
     def _publish(self) -> None:
         replicas = self.curr_replicas.values()
-        states = [reports.ReplicaState(replica.replica_id.unique_id, *_reported(replica)) for replica in replicas]
-        reports.REPLICA_REPORTS.put(self.app_name, tuple(states))
+        said = {replica.replica_id.unique_id: _report(replica) for replica in replicas}
+        reports.REPLICA_REPORTS.put(self.app_name, said)
 
 
-def _reported(replica: RunningReplica) -> tuple[bool, Sequence[str]]:
-    """What the replica said of itself; before its first report it counts as ready, as its constructor has returned."""
-    stats = replica.routing_stats or {}
-    return stats.get("is_ready", True), stats.get("adapters", ())
+def _report(replica: RunningReplica) -> reports.Report:
+    return reports.Report.of(replica.routing_stats or {})

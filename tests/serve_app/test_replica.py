@@ -3,14 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from engines.fake import FakeEngine
-from engines.protocol import GenerateRequest, SamplingParams
+from engines.protocol import Adapter, GenerateRequest, SamplingParams
 from serve_app.config.model import parse_model_args
 from serve_app.replica import EngineUnhealthy, Replica
 from serve_app.replicas.channel.listener import Listener
+from serve_app.replicas.reports import Report
 
 FAST = {"step_s": 0.0, "reply_tokens": None, "vocab_size": 500}
 
@@ -95,7 +97,7 @@ def test_an_engine_that_makes_no_progress_is_not_ready_and_then_unhealthy():
     async def test(made: Replica) -> None:
         engine = engine_of(made)
         made.check_health()
-        assert made.record_routing_stats() == {"is_ready": True, "adapters": []}
+        assert made.record_routing_stats()["is_ready"] is True
         engine.pause()
         deltas = made.generate(request(100))
         waiting = asyncio.ensure_future(anext(deltas))
@@ -111,6 +113,24 @@ def test_an_engine_that_makes_no_progress_is_not_ready_and_then_unhealthy():
         made.check_health()
 
     run(test, health={"stalled_after_s": 0.05, "restart_after_s": 1000})
+
+
+def test_a_report_changes_with_time_and_not_with_the_order_in_which_adapters_are_used():
+    async def test(made: Replica) -> None:
+        digests = [f"{n}" * 64 for n in range(3)]
+        for digest in (*digests, *digests[::-1]):
+            adapter = Adapter(digest, "/nowhere")
+            async for _ in made.generate(replace(request(), adapter=adapter)):
+                pass
+        first = Report.of(made.record_routing_stats())
+        assert (first.is_ready, first.adapters, first.good_for_s) == (True, tuple(digests), 6.5)
+        made.reconfigure({"silent_after_s": 9})
+        assert Report.of(made.record_routing_stats()).good_for_s == 9
+        async with asyncio.timeout(10):
+            while Report.of(made.record_routing_stats()).beat == first.beat:  # noqa: ASYNC110 - it is time that it tells
+                await asyncio.sleep(0.05)
+
+    run(test, health={"silent_after_s": 6.5})
 
 
 def test_an_engine_that_has_failed_is_unhealthy():

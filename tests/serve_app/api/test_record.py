@@ -2,14 +2,17 @@
 
 import json
 import logging
-from typing import Any
+from collections.abc import AsyncGenerator, Collection, Mapping
+from contextlib import aclosing
+from typing import Any, Self
 
 import httpx
 import pytest
 
 from engines.errors import AdapterChanged, EngineStopped, NonFiniteLogits
-from engines.protocol import GenerateRequest
+from engines.protocol import GenerateRequest, TokenDelta
 from serve_app.api.record import Outcome, RequestRecord
+from serve_app.errors import ReplicaLost
 from tests.support.harness import BASE, CHAT, KEY, RunningEdge, StoredCheckpoint
 
 pytest_plugins = ("tests.support.edge_fixtures",)
@@ -155,6 +158,58 @@ def test_a_path_cannot_forge_a_line_of_the_log(edge: RunningEdge, caplog: pytest
     assert len(line) < 1500
 
 
+def lines_of(edge: RunningEdge, caplog: pytest.LogCaptureFixture) -> list[str]:
+    edge.wait_until_idle()
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request_id=")]
+    caplog.clear()
+    return lines
+
+
+def test_the_log_has_one_line_per_request_with_the_checkpoint_and_the_model_asked_for(
+    edge: RunningEdge, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "serve_app")
+    path = "tinker://run:train:0/sampler_weights/000080"
+    edge.checkpoints.held[path] = StoredCheckpoint("a" * 64)
+    edge.complete(model=f"{CHAT}:peft:128;{path}", max_tokens=1)
+    (line,) = lines_of(edge, caplog)
+    assert f" asked={CHAT}:peft:128;{path} model={CHAT} checkpoint={path} adapter=aaaaaaaaaaaa " in line
+    edge.complete(max_tokens=1)
+    (line,) = lines_of(edge, caplog)
+    assert f" asked={BASE} model={BASE} checkpoint= adapter= " in line
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "asked"),
+    [
+        ({"temperature": -1}, 400, BASE),
+        ({"model": "made/Up"}, 404, "made/Up"),
+        ({"model": "tinker://r/sampler_weights/none"}, 404, "tinker://r/sampler_weights/none"),
+        ({"model": "two words\nstatus=200"}, 404, "two%20words%0Astatus%3D200"),
+        ({"model": "x" * 5000}, 400, "x" * 512),
+        ({"model": 7}, 400, ""),
+        ({"prompt": []}, 400, BASE),
+    ],
+)
+def test_a_refusal_is_logged_with_the_model_asked_for_in_one_word(
+    edge: RunningEdge, caplog: pytest.LogCaptureFixture, fields: Any, status: int, asked: str
+) -> None:
+    caplog.set_level(logging.INFO, "serve_app")
+    assert edge.complete(**fields).status_code == status
+    (line,) = lines_of(edge, caplog)
+    assert f" status={status} " in line
+    assert f" asked={asked} model= checkpoint= adapter= " in line
+
+
+def test_a_look_at_a_model_is_logged_with_its_name(edge: RunningEdge, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "serve_app")
+    with edge.http() as client:
+        client.get("/models/made%2FUp")
+    (line,) = lines_of(edge, caplog)
+    assert " status=404 " in line
+    assert " asked=made/Up model= " in line
+
+
 def test_a_checkpoint_that_is_replaced_just_now_is_served_with_its_new_content(edge: RunningEdge) -> None:
     path = "tinker://r/sampler_weights/n"
     edge.checkpoints.held[path] = StoredCheckpoint("old")
@@ -175,6 +230,63 @@ def test_a_replica_that_begins_to_drain_hands_the_request_to_another(edge: Runni
     assert edge.complete().json()["choices"][0]["text"] == "from another"
     ids = [request.request_id for request in edge.script.requests]
     assert len(set(ids)) == 2
+
+
+class Losing:
+    """The replicas of an edge, of which some are lost before or after the first token."""
+
+    def __init__(self, edge: RunningEdge, before: int = 0, after: int = 0) -> None:
+        self._edge, self._replicas = edge, edge.service.replicas
+        self.before, self.after = before, after
+        self.requests = 0
+
+    async def generate(
+        self, deployment: str, request: GenerateRequest, *, affinity: str
+    ) -> AsyncGenerator[TokenDelta, None]:
+        self.requests += 1
+        if self.before:
+            self.before -= 1
+            raise ReplicaLost("The replica was lost.")
+        async with aclosing(self._replicas.generate(deployment, request, affinity=affinity)) as deltas:
+            async for delta in deltas:
+                yield delta
+                if self.after:
+                    self.after -= 1
+                    raise ReplicaLost("The replica was lost.")
+
+    async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
+        return await self._replicas.readiness(deployments)
+
+    def __enter__(self) -> Self:
+        self._edge.service.replicas = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._edge.service.replicas = self._replicas
+
+
+def test_a_request_whose_replica_is_lost_before_its_first_token_is_sent_to_another_one_once(edge: RunningEdge) -> None:
+    edge.script.says("from another")
+    with Losing(edge, before=1) as replicas:
+        assert edge.complete().json()["choices"][0]["text"] == "from another"
+    assert replicas.requests == 2
+    found = last_record(edge)
+    assert (found.status, found.prompt_tokens) == (200, 2)
+    with Losing(edge, before=2) as replicas:
+        assert edge.complete().status_code == 503
+    assert replicas.requests == 2
+    assert last_record(edge).prompt_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_replica_is_lost_after_its_first_token_is_not_sent_again(
+    edge: RunningEdge, stream: bool
+) -> None:
+    edge.script.says("abc")
+    with Losing(edge, after=1) as replicas:
+        edge.complete(stream=stream)
+    assert replicas.requests == 1
+    assert last_record(edge).status == 503
 
 
 def test_a_checkpoint_that_keeps_changing_is_503(edge: RunningEdge) -> None:

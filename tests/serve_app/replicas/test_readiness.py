@@ -2,16 +2,20 @@
 
 import asyncio
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 
 from serve_app.replicas.readiness import AppStatus, ReadinessWatch
-from serve_app.replicas.reports import ReplicaReports, ReplicaState
+from serve_app.replicas.reports import ReplicaReports, Report
+from tests.support.report_clock import Clock, said
 
 HEALTHY = AppStatus("RUNNING", "HEALTHY", running=1)
 ASLEEP = AppStatus("RUNNING", "HEALTHY", running=0)
-READY = ReplicaState("r1", True, ())
-STUCK = ReplicaState("r2", False, ())
+NONE: Mapping[str, Report] = MappingProxyType({})
+READY = {"r1": Report()}
+STUCK = {"r2": Report(is_ready=False)}
 
 
 class Controller:
@@ -38,17 +42,17 @@ async def looked(controller: Controller, replicas=None, **limits: float) -> tupl
     return watch, reports
 
 
-def state(status: AppStatus | None, replicas=()) -> tuple[str | None, bool, bool]:
+def state(status: AppStatus | None, replicas: Mapping[str, Report] = NONE) -> tuple[str | None, bool, bool]:
     watch, _ = asyncio.run(looked(Controller({"m": status} if status else {}), replicas))
     return watch.why_not_ready("m"), watch.is_down("m"), watch.has_failed("m")
 
 
 def test_a_model_is_ready_when_one_replica_makes_progress():
-    assert state(None, (STUCK, READY)) == (None, False, False)
+    assert state(None, STUCK | READY) == (None, False, False)
 
 
 def test_a_model_whose_replicas_are_all_stuck_is_not_ready_but_not_down():
-    assert state(None, (STUCK,)) == ("its engine makes no progress", False, False)
+    assert state(None, STUCK) == ("its engine makes no progress", False, False)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +73,22 @@ def test_without_replicas_the_controller_says_why(status, expected):
     assert state(status) == expected
 
 
+def test_a_model_whose_replicas_are_all_silent_is_not_ready_and_one_that_reports_is_enough():
+    clock = Clock()
+    reports = ReplicaReports(clock.now)
+    watch = ReadinessWatch(reports, Controller().read)
+    reports.put("m", {"r1": said(0), "r2": said(0)})
+    clock.run(reports, 6.0)
+    assert watch.why_not_ready("m") is None
+    clock.run(reports, 2.0)
+    assert watch.why_not_ready("m") == "its replicas do not report"
+    assert not watch.is_down("m")
+    assert watch.silent("m") == {"r1", "r2"}
+    reports.put("m", {"r1": said(0), "r2": said(1)})
+    assert watch.why_not_ready("m") is None
+    assert watch.silent("m") == {"r1"}
+
+
 def test_before_anything_is_known_a_model_is_not_ready():
     watch = ReadinessWatch(ReplicaReports(), Controller().read)
     assert watch.why_not_ready("m") == "its state is not known yet"
@@ -77,12 +97,12 @@ def test_before_anything_is_known_a_model_is_not_ready():
 
 
 def test_a_failed_update_does_not_count_while_replicas_still_serve():
-    assert state(AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED"), (READY,)) == (None, False, False)
+    assert state(AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED"), READY) == (None, False, False)
 
 
 def test_the_controller_is_not_asked_while_replicas_are_up():
     controller = Controller()
-    asyncio.run(looked(controller, (READY,)))
+    asyncio.run(looked(controller, READY))
     assert controller.asked == 0
 
 
@@ -114,9 +134,9 @@ def test_a_model_that_has_just_gone_to_sleep_is_ready_at_once():
 
     async def main() -> None:
         controller = Controller({"m": HEALTHY})
-        watch, reports = await looked(controller, (), interval_s=1e6)
-        reports.put("m", (READY,))
-        reports.put("m", ())
+        watch, reports = await looked(controller, {}, interval_s=1e6)
+        reports.put("m", READY)
+        reports.put("m", {})
         controller.statuses = {"m": ASLEEP}
         assert watch.why_not_ready("m") == "its state is not known yet"
         await watch.look(["m"])
@@ -127,10 +147,10 @@ def test_a_model_that_has_just_gone_to_sleep_is_ready_at_once():
 
 def test_what_the_controller_said_before_the_replicas_came_does_not_count_once_they_die():
     async def main() -> None:
-        watch, reports = await looked(Controller({"m": AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED")}), ())
+        watch, reports = await looked(Controller({"m": AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED")}), {})
         assert watch.has_failed("m")
-        reports.put("m", (READY,))
-        reports.put("m", ())
+        reports.put("m", READY)
+        reports.put("m", {})
         assert not watch.has_failed("m")
         assert watch.why_not_ready("m") == "its state is not known yet"
 
@@ -140,7 +160,7 @@ def test_what_the_controller_said_before_the_replicas_came_does_not_count_once_t
 def test_a_controller_that_does_not_answer_changes_nothing_that_was_known():
     async def main() -> None:
         controller = Controller({"m": ASLEEP})
-        watch, _ = await looked(controller, (), interval_s=0.01)
+        watch, _ = await looked(controller, {}, interval_s=0.01)
         controller.error = ConnectionError("the controller restarts")
         while controller.asked < 3:
             await watch.look(["m"])
