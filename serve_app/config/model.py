@@ -83,8 +83,7 @@ class FakeSettings(_Section):
 
 class HealthLimits(_Section):
     """The `user_config` of a model's engine deployment: how long without progress, or without a report, is too long.
-    `build` says nothing: it
-    makes one build of the application differ from the next (`app.py`).
+    `build` says nothing: it makes one build of the application differ from the next (`app.py`).
     """
 
     stalled_after_s: Seconds = 30.0
