@@ -31,6 +31,7 @@ _HEALTH_CHECK_TIMEOUT_S = 8.0
 _ROUTING_STATS_PERIOD_S = 1.0
 # Serve must not turn requests away before the engine does: it counts those that are being routed, not those that run.
 _QUEUED_PER_CAPACITY = 4
+_UNBOUNDED = 1_000_000
 
 
 class Gate:
@@ -49,7 +50,10 @@ def api(args: dict[str, object]) -> Application:
     options = {
         "name": "ingress",
         "num_replicas": parsed.replicas,
-        "max_ongoing_requests": parsed.max_ongoing_requests,
+        # Serve would let requests beyond its own bound wait in silence, probes too, before a key is looked at. So the
+        # ingress counts by itself (`Capacity`), and Serve's bounds are for what waits while no ingress is up.
+        "max_ongoing_requests": _UNBOUNDED,
+        "max_queued_requests": parsed.max_ongoing_requests,
         "ray_actor_options": {
             "num_cpus": parsed.cpus_per_replica,
             "runtime_env": _environment(CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false"),

@@ -20,7 +20,7 @@
     │   └── CheckpointUnavailable      its store does not answer
     └── ServingError               ours
         ├── NoReplica                  no replica of the model is up, or it is draining
-        ├── Overloaded                 the ingress holds as much of requests as it may
+        ├── Overloaded                 the ingress has as many requests, or bytes of them, as it may
         ├── ReplicaLost                a replica died with this request
         ├── ImagesUnavailable          no process that prepares images is up, or all are too slow
         ├── ImagesOverloaded           too many images are being prepared

@@ -41,7 +41,13 @@ class Ingress:
         timeout_s = self._args.no_replica_timeout_s
         self._replicas = RayReplicas(self._watch, self._listener, no_replica_timeout_s=timeout_s)
         self._metrics = IngressMetrics()
-        self._service = Service(self._replicas, self._open_store, open_images=_open_images, recorder=self._metrics)
+        self._service = Service(
+            self._replicas,
+            self._open_store,
+            open_images=_open_images,
+            recorder=self._metrics,
+            max_requests=self._args.max_ongoing_requests,
+        )
         return build_http_app(self._service)
 
     async def reconfigure(self, user_config: object) -> None:

@@ -86,14 +86,20 @@ def _run(service: "_Service", config: DeployConfig, config_path: Path) -> None:
 
 def welcome(config: DeployConfig, operations: Sequence[str] = ()) -> str:
     """What to tell whoever started the service; the curl works as it stands."""
-    host = _reachable(config.host)
-    url = f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+    url = _url(config.host, config.port)
     lines = [f"Roundhouse is ready at {url}/v1 (Ctrl-C ends it)."]
     lines += [f"  model: {model_id}" for model_id in config.model_ids]
+    if config.health_port is not None:
+        lines.append(f"  probes: {_url(config.host, config.health_port)}/readyz")
     lines += operations
     if config.has_demo_key:
         lines += [f"  demo key: {DEMO_KEY}", "", *_curl(url, config.model_ids[0])]
     return "\n".join(lines)
+
+
+def _url(host: str, port: int) -> str:
+    host = _reachable(host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _curl(url: str, model: str) -> list[str]:

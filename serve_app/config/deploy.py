@@ -19,6 +19,7 @@ import yaml
 from serve_app.config.api import ApiArgs, parse_api_args
 from serve_app.config.model import ModelArgs, parse_model_args
 from serve_app.config.paths import resolve_source
+from serve_app.config.proxy import HEALTH_PORT, parse_proxy_config
 from serve_app.config.service import ModelConfig, ServiceConfig, parse_config
 from serve_app.errors import ConfigRefused
 
@@ -89,15 +90,24 @@ class DeployConfig:
         raw = {**self.raw, "http_options": options}
         return replace(self, raw=raw, host=options["host"], port=options["port"])
 
+    @property
+    def health_port(self) -> int | None:
+        """The port for probes alone; None if HAProxy has none."""
+        variables = _controller_variables(self.raw)
+        return parse_proxy_config(variables).health_port if variables.get(_HAPROXY) == "1" else None
+
     def with_own_ports(self) -> "DeployConfig":
         """The same with free ports for HAProxy's own purposes, unless the file names them: the usual ones are taken
-        when a second service runs on the machine. Raises `ConfigRefused` where a port that the file names is taken.
+        when a second service runs on the machine. The port for probes moves when it is taken. Raises `ConfigRefused`
+        where another port that the file names is taken.
         """
-        variables = _environment((self.raw.get("controller_options") or {}).get("runtime_env"))
+        variables = _controller_variables(self.raw)
         if variables.get(_HAPROXY) != "1":
             return self
         ports = free_ports()
         chosen = {name: str(next(ports)) for name in _HAPROXY_PORTS if name not in variables}
+        if self.health_port is None or not is_free(self.host, self.health_port):
+            chosen[HEALTH_PORT] = str(next(ports))
         for name in _HAPROXY_PORTS:
             if name in variables:
                 require_free("0.0.0.0", _port(name, variables[name]), f"change {name} in controller_options")
@@ -112,6 +122,10 @@ def load_deploy_config(path: Path) -> DeployConfig:
     apps: dict[str, ApiArgs | ModelArgs] = {}
     services: list[ServiceConfig] = []
     problems = list(_parse(raw["applications"], apps, services))
+    try:
+        parse_proxy_config(_controller_variables(raw))
+    except ConfigRefused as exc:
+        problems.append(f"controller_options: {exc}")
     problems += [problem for service in services for problem in _unserved(service, apps)]
     if problems:
         raise ConfigRefused("\n".join(problems))
@@ -240,6 +254,11 @@ def _port(name: str, value: object) -> int:
         return int(str(value))
     except ValueError as exc:
         raise ConfigRefused(f"{name} must be an integer, got {value!r}.") from exc
+
+
+def _controller_variables(raw: Yaml) -> dict[str, str]:
+    """The environment variables that the file gives to all that Serve starts."""
+    return _environment((raw.get("controller_options") or {}).get("runtime_env"))
 
 
 def _environment(runtime_env: Yaml | None) -> dict[str, str]:

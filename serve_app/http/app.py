@@ -135,8 +135,9 @@ class Handlers:
 
     async def _generate(self, exchange: Exchange, kind: type[Body], prepare: Prepare[Body]) -> None:
         edge = self._edge()
-        limits = edge.limits
-        with self._service.limiter.admit(exchange.caller, bytes_in_flight=limits.bytes_in_flight) as lease:
+        limits, service = edge.limits, self._service
+        admitted = service.limiter.admit(exchange.caller, bytes_in_flight=limits.bytes_in_flight)
+        with service.capacity.admit(), admitted as lease:
             ticket = exchange.ticket = Ticket(exchange.caller, lease, exchange.record)
             body = await self._parse(exchange, edge, ticket, kind)
             with _charged(exchange, ticket):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve_app.access.auth import Keyring
+from serve_app.access.capacity import Capacity
 from serve_app.access.limits import Limiter
 from serve_app.api.record import NullRecorder, Recorder
 from serve_app.catalog.catalog import Catalog, Checkpoints
@@ -26,6 +27,7 @@ from serve_app.workers import Workers
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
+MAX_REQUESTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,16 @@ class Service:
         open_images: Callable[[ImagesConfig], Images] | None = None,
         recorder: Recorder | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
+        max_requests: int = MAX_REQUESTS,
     ) -> None:
         """`open_checkpoints` is called in a thread; what it opens is the service's to close. `keep_alive_s`: a stream
-        that is silent for this long gets a comment.
+        that is silent for this long gets a comment. `max_requests`: how many run at a time.
         """
         self.replicas = replicas
         self.recorder: Recorder = recorder or NullRecorder()
         self.keep_alive_s = keep_alive_s
         self.limiter = Limiter()
+        self.capacity = Capacity(max_requests)
         self.workers = Workers()
         self.config_error: str | None = "There is no configuration: the deployment has no user_config."
         self._open_checkpoints = open_checkpoints

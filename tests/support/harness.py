@@ -250,6 +250,7 @@ def running_edge(
     app: str = "tiny",
     recorder: ListRecorder | None = None,
     open_checkpoints: Callable[[CheckpointsConfig], Checkpoints] | None = None,
+    max_requests: int = 4096,
 ) -> Iterator[RunningEdge]:
     """Start everything on a thread with its own event loop, and end it without leftovers. `engine`: settings of the
     deterministic one, or what makes another, which knows no script. `open_checkpoints` None: those in memory.
@@ -274,8 +275,14 @@ def running_edge(
             preparing.append(Preprocessor(threads=2, cache_bytes=1 << 20))
             return preparing[-1]
 
-        opens = open_checkpoints or open_memory
-        service = Service(replicas, opens, open_images=open_images, recorder=records, keep_alive_s=KEEP_ALIVE_S)
+        service = Service(
+            replicas,
+            open_checkpoints or open_memory,
+            open_images=open_images,
+            recorder=records,
+            keep_alive_s=KEEP_ALIVE_S,
+            max_requests=max_requests,
+        )
         await service.reconfigure(config)
         settings = uvicorn.Config(build_http_app(service), log_config=None, lifespan="off", access_log=False)
         server = uvicorn.Server(settings)

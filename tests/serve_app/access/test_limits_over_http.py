@@ -232,6 +232,22 @@ def test_a_body_without_a_length_counts_as_it_comes(edge, limited):
         assert edge.complete("x" * 3000).status_code == 429
 
 
+def test_an_ingress_with_all_it_may_have_under_way_refuses_the_next_at_once_and_answers_probes(model_folders):
+    endless = FakeConfig(vocab_size=512, context_length=CONTEXT, step_s=0.01, reply_tokens=None)
+    with running_edge(config_for(model_folders), endless, max_requests=2) as edge, ThreadPoolExecutor(2) as clients:
+        running = [clients.submit(edge.complete, max_tokens=100) for _ in range(2)]
+        eventually(lambda: edge.service.capacity.num_running == 2)
+        refused = edge.complete(max_tokens=1, stream=True)
+        message = "The service has as many requests under way as it may; try again."
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json() == error(message, "server_error", code="overloaded")
+        assert edge.post("/completions", key="wrong").status_code == 401
+        with edge.http(key=None) as client:
+            assert client.get(f"http://127.0.0.1:{edge.port}/healthz").status_code == 200
+        assert [client.result().status_code for client in running] == [200, 200]
+        assert edge.complete(max_tokens=1).status_code == 200
+
+
 async def resumed(edge: RunningEdge) -> None:
     edge.engine.resume()
 

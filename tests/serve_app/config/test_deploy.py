@@ -19,6 +19,7 @@ from serve_app.config.deploy import (
     load_deploy_config,
     require_free,
 )
+from serve_app.config.proxy import CONNECTIONS_PER_SOURCE, HEALTH_PORT
 from serve_app.errors import ConfigRefused
 
 ROOT = Path(__file__).parents[3]
@@ -160,7 +161,7 @@ def test_haproxy_gets_ports_of_its_own(load, raw):
     chosen = environment(config.with_own_ports())
     assert environment(config) == before["controller_options"]["runtime_env"]["env_vars"]
     ports = [int(value) for name, value in chosen.items() if name.endswith("_PORT")]
-    assert len(set(ports)) == 4
+    assert len(set(ports)) == 5
     assert all(is_free("127.0.0.1", port) for port in ports)
 
 
@@ -171,6 +172,23 @@ def test_a_port_that_the_file_names_for_haproxy_is_kept_or_refused(load, raw):
     assert environment(config.with_own_ports())[STATS_PORT] == str(port)
     with socket.create_server(("0.0.0.0", port)), pytest.raises(ConfigRefused, match=f"Port {port} .* {STATS_PORT}"):
         config.with_own_ports()
+
+
+def test_the_port_for_probes_moves_when_it_is_taken(load, raw):
+    port = free_port()
+    raw["controller_options"]["runtime_env"]["env_vars"][HEALTH_PORT] = str(port)
+    config = load(raw)
+    assert config.with_own_ports().health_port == port
+    with socket.create_server(("127.0.0.1", port)):
+        assert config.with_own_ports().health_port not in (None, port)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [(HEALTH_PORT, 1, 65535), (CONNECTIONS_PER_SOURCE, 0, 1_000_000)])
+@pytest.mark.parametrize("value", ["", "-1", "1.5", "many", "99999999999999999999999"])
+def test_a_variable_for_haproxy_that_is_no_such_number_is_refused(load, raw, name, least, most, value):
+    raw["controller_options"]["runtime_env"]["env_vars"][name] = value
+    message = f"controller_options: {name} must be an integer from {least} to {most}, got {value!r}."
+    assert refusal(load, raw) == [message]
 
 
 def test_without_haproxy_no_port_is_needed(load, raw):

@@ -9,7 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from serve_app.proxy import EdgeHeaders, middlewares
+from serve_app.proxy import middlewares
+from serve_app.proxy.edge_headers import EdgeHeaders
+from serve_app.proxy.error_shape import ErrorShape
 
 
 async def echo(request: Request) -> JSONResponse:
@@ -55,6 +57,5 @@ def test_of_two_request_ids_the_services_own_stays():
     assert get({}).headers.get_list("x-request-id") == ["ours"]
 
 
-def test_serve_gets_it_as_a_middleware():
-    (middleware,) = middlewares()
-    assert middleware.cls is EdgeHeaders
+def test_serve_gets_them_as_middlewares():
+    assert [middleware.cls for middleware in middlewares()] == [EdgeHeaders, ErrorShape]

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.proxy.error_shape import ErrorShape
+from serve_app.proxy.http10 import end_http10_bodies_by_closing
+
 # Serve obeys these from anybody: the first cuts a request off without a final event, the second keeps a generation
 # running for a client that has gone, the others choose an ingress. "-" and "_" are the same to it in some of them, and
 # one that is not UTF-8 it answers with 500 in plain text.
@@ -57,5 +60,6 @@ def _with_one_id(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, by
 
 
 def middlewares() -> list[Middleware]:
-    """`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
-    return [Middleware(EdgeHeaders)]
+    """`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`; Serve calls this before it starts an HTTP server."""
+    end_http10_bodies_by_closing()
+    return [Middleware(EdgeHeaders), Middleware(ErrorShape)]
