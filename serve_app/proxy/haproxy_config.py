@@ -17,6 +17,7 @@ _REFUSED_CONNECTIONS = 64  # of the public port: those beyond are told to come b
 _PROBE_TIMEOUT_S = 5
 # Without an ingress requests wait in Serve's own proxy, before any key is looked at.
 _NO_INGRESS_TIMEOUT_S = 60
+_PIPES = 256  # each takes two files; without a word HAProxy reserves one for every fourth connection
 # HAProxy refuses what does not fit, in words that nobody can change: so there is room for what is too large.
 _BUFFER_BYTES = 2 * HEADER_BYTES
 _SOURCES_KEPT = "size 100k expire 1m store conn_cur"
@@ -61,6 +62,7 @@ def harden(serves: str, hardening: Hardening) -> str:
     sections = _parse(serves)
     process = _in(sections, "global").replace("mode 666", "mode 600")
     process.set_line("maxconn", str(hardening.max_connections)).set_line("tune.bufsize", str(_BUFFER_BYTES))
+    process.append(f"maxpipes {_PIPES}")
     for name in ("frontend prometheus", "listen stats"):  # Serve binds them to all addresses, without a key
         section = _in(sections, name)
         section.set_line("bind", f"{_LOOPBACK}:{section.value('bind').rpartition(':')[2]}")

@@ -21,7 +21,7 @@ from serve_app.proxy.haproxy_config import Hardening, Route, harden
 logger = logging.getLogger(constants.SERVE_LOGGER_NAME)
 
 _FILES_PER_CONNECTION = 2  # towards the client and towards the ingress
-_OTHER_FILES = 500
+_OTHER_FILES = 1000  # pipes, listeners, servers, threads
 _RESTART_DELAY_S = 0.2
 
 

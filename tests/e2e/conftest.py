@@ -1,6 +1,6 @@
 """One real Ray Serve for all tests of this folder: loopback, free ports, Serve's own proxy, deterministic engines.
 
-Nothing of it is left when the session ends. HAProxy mode is `test_up.py`'s.
+Nothing of it is left when the session ends. HAProxy mode: `test_up.py` and `test_proxy.py`.
 """
 
 import os

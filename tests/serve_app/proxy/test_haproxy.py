@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import stat
@@ -91,6 +92,13 @@ def test_one_address_cannot_take_the_connections_of_others(app_port):
         assert is_refused(proxy.port, "127.0.0.2")
         assert not is_refused(proxy.port, "127.0.0.1")
         assert get(proxy.port).status_code == 200
+
+
+def test_it_starts_with_as_many_connections_as_the_limit_on_files_allows(app_port):
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with running_proxy({"ingress": app_port}, maxconn=10_000_000) as proxy:
+        assert get(proxy.port).status_code == 200
+        assert f"maxconn {(files - 1000) // 2}\n" in Path(proxy.api.config_file_path).read_text()
 
 
 def test_an_address_may_hold_half_of_all_connections_unless_told_otherwise(proxy):
