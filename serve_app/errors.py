@@ -138,7 +138,7 @@ class NoReplica(ServingError):
 
 
 class Overloaded(ServingError):
-    """The ingress holds as many bytes of requests as it may; nothing was run."""
+    """The ingress has as many requests, or bytes of them, as it may; nothing was run."""
 
 
 class ReplicaLost(ServingError):
