@@ -46,6 +46,13 @@ class HardenedHAProxy(haproxy.HAProxyApi):  # type: ignore[misc]  # Ray is not t
         path = Path(self.config_file_path)
         path.write_text(harden(path.read_text(), self._hardening()))
 
+    async def start(self) -> None:
+        """Where a manager that died left its HAProxy, that one serves on until the next has its ports and routes."""
+        if orphans := self._orphans():
+            self._proc = await self._start_and_wait_for_haproxy("-sf", *orphans)
+        else:
+            await super().start()
+
     async def stop(self) -> None:
         self._is_stopping = True
         await super().stop()
@@ -66,6 +73,9 @@ class HardenedHAProxy(haproxy.HAProxyApi):  # type: ignore[misc]  # Ray is not t
         except Exception:
             logger.exception("HAProxy did not start again.")
             await asyncio.sleep(_RESTART_DELAY_S)
+
+    def _orphans(self) -> list[str]:
+        return [entry.name for entry in Path("/proc").glob("[0-9]*") if self._is_our_haproxy(int(entry.name))]
 
     def _hardening(self) -> Hardening:
         config, options = self._proxy_config, self.cfg

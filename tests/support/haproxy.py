@@ -31,6 +31,19 @@ class Proxy:
     loop: asyncio.AbstractEventLoop
     reloading: asyncio.Lock
 
+    def succeed(self) -> HardenedHAProxy:
+        """What the next manager does when this one has died: it knows no routes yet. The caller stops it."""
+
+        async def start() -> HardenedHAProxy:
+            next_one = HardenedHAProxy(self.api.cfg, {}, self.api.config_file_path, proxy_config=ProxyConfig())
+            await next_one.start()
+            return next_one
+
+        return asyncio.run_coroutine_threadsafe(start(), self.loop).result(60)
+
+    def stop(self, api: HardenedHAProxy) -> None:
+        asyncio.run_coroutine_threadsafe(api.stop(), self.loop).result(30)
+
     def reload(self) -> None:
         """As Serve's manager does."""
 
@@ -57,7 +70,12 @@ def running_app(app: ASGIApp) -> Iterator[int]:
 
 @contextlib.contextmanager
 def running_proxy(
-    servers: Mapping[str, int], *, has_routes: bool = True, maxconn: int = 4096, **options: int
+    servers: Mapping[str, int],
+    *,
+    has_routes: bool = True,
+    restarts: bool = True,
+    maxconn: int = 4096,
+    **options: int,
 ) -> Iterator[Proxy]:
     """In front of what listens on these ports of this machine, as the application at "/"."""
     folder = Path(tempfile.mkdtemp(prefix="rh-", dir="/tmp"))  # sockets' paths must be short
@@ -94,12 +112,13 @@ def running_proxy(
             settings, {"http-api": backend} if has_routes else {}, str(folder / "haproxy.cfg"), proxy_config=config
         )
         await api.start()
-        watches.append(loop.create_task(api.restart_when_it_dies(reloading)))
+        if restarts:
+            watches.append(loop.create_task(api.restart_when_it_dies(reloading)))
         return api
 
     async def end() -> None:
         await api.stop()
-        await asyncio.wait(watches)
+        await asyncio.gather(*watches)
 
     api = None
     try:

@@ -89,7 +89,7 @@ def test_who_sends_nothing_or_too_slowly_is_let_go(proxy):
 
 def test_one_address_cannot_take_the_connections_of_others(app_port):
     with running_proxy({"ingress": app_port}, connections_per_source=50) as proxy, silent(proxy.port, 50, "127.0.0.2"):
-        assert is_refused(proxy.port, "127.0.0.2")
+        eventually(lambda: is_refused(proxy.port, "127.0.0.2"), 3)  # once it has accepted all of them
         assert not is_refused(proxy.port, "127.0.0.1")
         assert get(proxy.port).status_code == 200
 
@@ -190,6 +190,11 @@ def test_an_http_1_0_client_gets_the_body_without_chunks(proxy):
     assert body == b"".join(PIECES)
 
 
+def test_an_http_1_0_client_gets_a_body_of_known_length_with_its_length(proxy):
+    reply = parsed(exchange(proxy.port, b"GET /v1 HTTP/1.0\r\n\r\n"))
+    assert (reply.headers["content-length"], reply.content) == ("2", b"ok")
+
+
 def test_an_http_1_1_client_gets_the_body_in_chunks(proxy):
     reply = get(proxy.port, "/stream")
     assert reply.headers["transfer-encoding"] == "chunked"
@@ -250,3 +255,16 @@ def test_a_reload_is_not_taken_for_a_death(app_port):
         assert get(proxy.port).status_code == 200
         eventually(lambda: proxy.api.count_haproxy_processes() == 1)
         assert proxy.api._proc.pid == pid
+
+
+def test_the_next_manager_takes_over_what_the_last_one_left_running_with_its_routes(app_port):
+    with running_proxy({"ingress": app_port}, restarts=False) as proxy:
+        left = proxy.api._proc.pid
+        next_one = proxy.succeed()
+        try:
+            assert get(proxy.port).status_code == 200
+            assert get(proxy.health_port, "/readyz").status_code == 200
+            eventually(lambda: proxy.api.count_haproxy_processes() == 1)
+            assert next_one._proc.pid != left
+        finally:
+            proxy.stop(next_one)
