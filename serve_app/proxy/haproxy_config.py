@@ -13,7 +13,7 @@ _PROBES = ("/healthz", "/readyz", "/-/healthz")
 _LOOPBACK = "127.0.0.1"
 _HEALTH_CONNECTIONS = 256  # which the public port cannot take
 _HEALTH_CONNECTIONS_PER_SOURCE = 64
-_REFUSED_CONNECTIONS = 64  # of the public port: those beyond are told to come back
+_REFUSED_CONNECTIONS = 64
 _PROBE_TIMEOUT_S = 5
 # Without an ingress requests wait in Serve's own proxy, before any key is looked at.
 _NO_INGRESS_TIMEOUT_S = 60
@@ -53,8 +53,17 @@ class Hardening:
     routes: Sequence[Route] = field(default=())
 
     @property
+    def health_connections(self) -> int:
+        return min(_HEALTH_CONNECTIONS, self.max_connections // 4) if self.health_address else 0
+
+    @property
     def public_connections(self) -> int:
-        return self.max_connections - (_HEALTH_CONNECTIONS if self.health_address else 0)
+        return self.max_connections - self.health_connections
+
+    @property
+    def served_connections(self) -> int:
+        """Those of the public port beyond are told to come back."""
+        return self.public_connections - min(_REFUSED_CONNECTIONS, self.public_connections // 4)
 
 
 def harden(serves: str, hardening: Hardening) -> str:
@@ -72,10 +81,10 @@ def harden(serves: str, hardening: Hardening) -> str:
     frontend.insert("use_backend" if frontend.has("use_backend") else "default_backend", _requests(hardening))
     _in(sections, "backend default_backend").without("http-request").append(_no_route(hardening.routes))
     for route in hardening.routes:
-        _in(sections, f"backend {route.backend}").insert("server", _ingress(route))
+        _in(sections, f"backend {route.backend}").insert("default-server", _ingress(route), after=True)
     ours = [_error_pages(hardening.pages), _sources("sources"), *map(_probe_backend, hardening.routes)]
     if hardening.health_address:
-        ours += [_sources("health_sources"), _health_frontend(hardening.health_address, hardening.routes)]
+        ours += [_sources("health_sources"), _health_frontend(hardening.health_address, hardening)]
     return "\n".join(str(section) for section in [*sections.values(), *ours]) + "\n"
 
 
@@ -184,7 +193,7 @@ def _requests(hardening: Hardening) -> list[str]:
         f"http-request return status 431 content-type application/json file {hardening.pages.headers_too_large} "
         f"hdr connection close if {{ req.hdrs,length gt {HEADER_BYTES} }}",
         "http-request return status 429 errorfiles roundhouse "
-        f"if {{ fe_conn gt {hardening.public_connections - _REFUSED_CONNECTIONS} }} !is_probe",
+        f"if {{ fe_conn gt {hardening.served_connections} }} !is_probe",
         *map(_to_probe_backend, hardening.routes),
     ]
 
@@ -219,13 +228,13 @@ def _probe_backend(route: Route) -> _Section:
     return _Section(f"backend {route.backend}-probes", "http-reuse always", *timeouts, *servers)
 
 
-def _health_frontend(address: str, routes: Sequence[Route]) -> _Section:
+def _health_frontend(address: str, hardening: Hardening) -> _Section:
     return _Section(
         "frontend health",
         f"bind {address}",
-        f"maxconn {_HEALTH_CONNECTIONS}",
+        f"maxconn {hardening.health_connections}",
         f"timeout http-keep-alive {HEADER_TIMEOUT_S}s",
         *_per_source("health_sources", _HEALTH_CONNECTIONS_PER_SOURCE),
-        *map(_to_probe_backend, routes),
+        *map(_to_probe_backend, hardening.routes),
         "default_backend default_backend",
     )

@@ -106,8 +106,8 @@ def test_an_address_may_hold_half_of_all_connections_unless_told_otherwise(proxy
 
 
 def test_a_full_proxy_refuses_requests_and_answers_probes(app_port):
-    room = 700 - 256
-    with running_proxy({"ingress": app_port}, maxconn=700, connections_per_source=0) as proxy:
+    room = 1024 - 256
+    with running_proxy({"ingress": app_port}, maxconn=1024, connections_per_source=0) as proxy:
         with silent(proxy.port, room - 20):
             reply = get(proxy.port)
             assert_in_shape(reply, 429, "overloaded")
@@ -117,9 +117,9 @@ def test_a_full_proxy_refuses_requests_and_answers_probes(app_port):
 
 
 def test_probes_have_a_port_that_a_flood_of_the_other_does_not_fill(app_port):
-    room = 700 - 256
+    room = 1024 - 256
     with (
-        running_proxy({"ingress": app_port}, maxconn=700, connections_per_source=0) as proxy,
+        running_proxy({"ingress": app_port}, maxconn=1024, connections_per_source=0) as proxy,
         silent(proxy.port, room + 100),
     ):
         started = time.monotonic()
@@ -137,6 +137,17 @@ def test_without_an_ingress_the_answer_is_503_at_once(app_port):
             reply = get(port, path)
             assert_in_shape(reply, 503, "unavailable")
             assert reply.headers["retry-after"] == "2"
+
+
+def test_a_route_without_any_server_is_503():
+    with running_proxy({}) as proxy:
+        for port in (proxy.port, proxy.health_port):
+            assert_in_shape(get(port, "/readyz"), 503, "unavailable")
+
+
+def test_few_files_are_shared_between_the_ports(app_port):
+    with running_proxy({"ingress": app_port}, maxconn=16) as proxy:
+        assert get(proxy.port).status_code == get(proxy.health_port, "/readyz").status_code == 200
 
 
 def test_before_serve_has_named_a_route_the_answer_is_503(app_port):
