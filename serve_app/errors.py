@@ -134,7 +134,13 @@ class ServingError(ServiceError):
 
 
 class NoReplica(ServingError):
-    """No replica of the model is up, or it is draining."""
+    """No replica of the model is up, or it is draining; `reason` says why, for callers to read."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"No replica of this model is available now: {self.args[0]}; try again."
 
 
 class Overloaded(ServingError):
@@ -215,7 +221,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     engine_errors.AdapterRefused: _Row(422, _INVALID, "checkpoint_refused"),
     LimitReached: _Row(429, _RATE, "rate_limit_exceeded"),
     engine_errors.QueueFull: _Row(429, _RATE, "overloaded", "The model is overloaded; try again.", 2),
-    NoReplica: _Row(503, _SERVER, "unavailable", "No replica of this model is available now; try again.", 2),
+    NoReplica: _Row(503, _SERVER, "unavailable", retry_after_s=2),
     Overloaded: _Row(503, _SERVER, "overloaded", retry_after_s=1),
     ReplicaLost: _Row(503, _SERVER, "unavailable", "The replica that served this request was lost; try again.", 1),
     engine_errors.EngineStopped: _Row(503, _SERVER, "unavailable", "The replica is stopping; try again.", 1),

@@ -36,8 +36,8 @@ from serve_app.errors import (
 from serve_app.http.body import read_body
 from serve_app.http.disconnect import CancelOnDisconnect
 from serve_app.http.exchange import ClientLeft, Exchange
-from serve_app.http.middleware import layers
-from serve_app.http.openapi import DESCRIBE_US, describe_api
+from serve_app.http.middleware import LIVENESS_PATHS, layers
+from serve_app.http.openapi import DESCRIBE_US, VERSION, describe_api
 from serve_app.http.service import Service
 from serve_app.http.sse import send_answer
 from serve_app.model_id import parse
@@ -45,6 +45,7 @@ from serve_app.model_id import parse
 logger = logging.getLogger(__name__)
 
 PREFIXES = ("/v1", "/services/tinker-prod/oai/api/v1")
+_ENDPOINTS = ("/chat/completions", "/completions", "/models")  # what ends in two of them means the first
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -53,7 +54,8 @@ def build_http_app(service: Service) -> Starlette:
     """An ASGI application over the service, which stays the caller's to close."""
     handlers = Handlers(service)
     routes = [
-        _route("GET", "/healthz", handlers.healthz),
+        *(_route("GET", path, handlers.healthz) for path in LIVENESS_PATHS),
+        _route("GET", "/version", handlers.version),
         _route("GET", "/readyz", handlers.readyz),
         _route("GET", "/openapi.json", handlers.openapi),
     ]
@@ -80,6 +82,9 @@ class Handlers:
 
     async def healthz(self, exchange: Exchange) -> None:
         await exchange.send_json(200, {"status": "ok"})
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.send_json(200, {"version": VERSION})
 
     async def readyz(self, exchange: Exchange) -> None:
         models = self._service.settings.catalog.models
@@ -203,7 +208,15 @@ async def _no_route(request: Request, exc: Exception) -> Response:
         allowed = (exc.headers or {}).get("Allow", "")
         exchange.extra_headers["allow"] = ", ".join(sorted(allowed.split(", ")))
         raise MethodNotAllowed(f"The path {path!r} does not take the method {method}.") from exc
-    raise NotFound(f"There is no path {path!r}.") from exc
+    raise NotFound(f"There is no path {path!r}. {_instead_of(path)}") from exc
+
+
+def _instead_of(path: str) -> str:
+    """What the caller may have meant: most write a base URL without the prefix, or with a part of it twice."""
+    meant = next((end for end in _ENDPOINTS if path.rstrip("/").endswith(end)), None)
+    if meant is not None:
+        return f"Did you mean {PREFIXES[0] + meant!r}?"
+    return f"There are {', '.join(PREFIXES[0] + end for end in _ENDPOINTS)}."
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from serve_app.logs import trace_of
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+LIVENESS_PATHS = ("/healthz", "/health", "/ping")  # the others are what probes of other servers ask
+OPEN_PATHS = frozenset({*LIVENESS_PATHS, "/readyz", "/version", "/openapi.json"})
 _MAX_QUOTED_CHARACTERS = 1024
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -33,9 +33,11 @@ _TYPES: Mapping[str, tuple[JsonSchemaMode, type]] = {
     "TextCompletionChunk": ("serialization", replies.TextCompletionChunk),
     "ModelList": ("serialization", replies.ModelList),
     "StatusReply": ("serialization", replies.StatusReply),
+    "VersionReply": ("serialization", replies.VersionReply),
     "ErrorReply": ("serialization", replies.ErrorReply),
 }
 DESCRIBE_US = 30_000
+VERSION = "0.1.0"
 _GENERATING = (400, 401, 404, 413, 415, 422, 429, 500, 503)
 
 
@@ -43,7 +45,7 @@ def describe_api(limits: LimitsConfig) -> bytes:
     """The description as JSON. Takes about `DESCRIBE_US` microseconds."""
     document: Object = {
         "openapi": "3.1.1",
-        "info": {"title": "Roundhouse", "version": "1", "description": ABOUT},
+        "info": {"title": "Roundhouse", "version": VERSION, "description": ABOUT},
         "servers": [{"url": "/"}, {"url": "/services/tinker-prod/oai/api", "description": "The same under /v1."}],
         "security": [{"key": []}],
         "paths": _paths(limits),
@@ -158,6 +160,9 @@ def _paths(limits: LimitsConfig) -> Object:
             )
         },
         "/healthz": {"get": _open("isAlive", "Whether the process answers.", "StatusReply", (500,))},
+        "/health": {"get": _open("health", "The same as `/healthz`.", "StatusReply", (500,))},
+        "/ping": {"get": _open("ping", "The same as `/healthz`.", "StatusReply", (500,))},
+        "/version": {"get": _open("version", "The version of this service.", "VersionReply", (500,))},
         "/readyz": {"get": _open("isReady", "Whether every model can produce a token.", "StatusReply", (500, 503))},
         "/openapi.json": {"get": _open("describe", "This description.", "Description", (500,))},
     }

@@ -68,7 +68,7 @@ class LocalReplicas:
         del affinity  # there is one replica
         engine = self._engines.get(deployment)
         if engine is None:
-            raise NoReplica(f"There is no deployment {deployment!r}.")
+            raise NoReplica("it is not deployed")
         stream = self._streams[request.request_id] = _Stream(lambda: engine.abort(request.request_id))
         finished = False
         try:

@@ -121,12 +121,12 @@ class RayReplicas:
         while True:
             await self._watch.look([app])
             if self._watch.has_failed(app):
-                raise NoReplica(f"The model's application {app!r} failed to deploy.")
+                raise NoReplica("it failed to deploy")
             if await self._taken_soon(app, taken, silent_before):
                 return
             await self._watch.look([app])
             if self._watch.is_down(app) and not taken.done():
-                raise NoReplica(f"The model's application {app!r} has no replica.")
+                raise NoReplica(self._watch.why_not_ready(app) or "none is up")
 
     async def _taken_soon(self, app: str, taken: asyncio.Future[T], silent_before: frozenset[str]) -> bool:
         until = time.monotonic() + self._no_replica_timeout_s
@@ -176,7 +176,7 @@ def translated(exc: Exception) -> Exception:
         _, max_queued_requests, *_ = cause.args
         return QueueFull(max_queued_requests)
     if isinstance(cause, DeploymentUnavailableError):
-        return NoReplica("The model's application failed to deploy.")
+        return NoReplica("it failed to deploy")
     if isinstance(cause, RayActorError | RequestCancelledError | TaskCancelledError):
         return ReplicaLost("The replica was lost.")
     return exc

@@ -33,6 +33,11 @@ class AppStatus:
         return "DEPLOY_FAILED" in (self.app, self.engine)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether replicas are being started that have not been ready yet."""
+        return "DEPLOYING" in self.app or self.engine == "UPDATING"
+
+    @property
     def is_asleep(self) -> bool:
         """Whether having no replica is as it should be: there are none on purpose, or one is being woken up.
 
@@ -91,7 +96,9 @@ class ReadinessWatch:
             return "it is not deployed"
         if status.is_failed:
             return "it failed to deploy"
-        return None if status.is_asleep else "no replica is up"
+        if status.is_asleep:
+            return None
+        return "it is still being loaded" if status.is_loading else "no replica is up"
 
     def silent(self, app: str) -> frozenset[str]:
         """The replicas whose last report is too old."""

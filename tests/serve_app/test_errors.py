@@ -64,3 +64,9 @@ def test_a_fault_of_ours_tells_nothing_about_its_inside() -> None:
 )
 def test_retry_after_is_rounded_up_within_its_bounds(wait_s: float, header: str) -> None:
     assert to_http(LimitReached("m", wait_s)).headers == {"retry-after": header}
+
+
+def test_a_model_without_a_replica_says_why() -> None:
+    found = to_http(errors.NoReplica("it is still being loaded"))
+    assert (found.status, found.code) == (503, "unavailable")
+    assert found.message == "No replica of this model is available now: it is still being loaded; try again."

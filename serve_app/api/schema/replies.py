@@ -187,6 +187,10 @@ class StatusReply(TypedDict):
     status: Literal["ok", "ready"]
 
 
+class VersionReply(TypedDict):
+    version: str
+
+
 class ErrorDetail(TypedDict):
     """`param` is the path of the request field at fault; `code` says more than the status."""
 

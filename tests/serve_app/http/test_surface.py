@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import tomllib
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -12,6 +14,7 @@ from tests.support.wire import error, exchange, post_head, read_response
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 
+PATHS = "There are /v1/chat/completions, /v1/completions, /v1/models."
 BODY = {"model": BASE, "prompt": "hi", "max_tokens": 1}
 
 
@@ -30,6 +33,33 @@ def test_health_needs_no_key(edge: RunningEdge) -> None:
         live, ready = client.get("../healthz"), client.get("../readyz")
     assert (live.status_code, live.json()) == (200, {"status": "ok"})
     assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
+
+
+def test_the_probes_of_other_servers_are_answered_without_a_key(edge: RunningEdge) -> None:
+    with edge.http(None) as client:
+        for path in ("../health", "../ping"):
+            response = client.get(path)
+            assert (response.status_code, response.json()) == (200, {"status": "ok"})
+        version = client.get("../version")
+    with (Path(__file__).parents[3] / "pyproject.toml").open("rb") as file:
+        assert version.json() == {"version": tomllib.load(file)["project"]["version"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", "Did you mean '/v1/chat/completions'?"),
+        ("/completions", "Did you mean '/v1/completions'?"),
+        ("/v1/v1/models", "Did you mean '/v1/models'?"),
+        ("/v1/completions/", "Did you mean '/v1/completions'?"),
+        ("/v1/embeddings", PATHS),
+    ],
+)
+def test_a_path_that_is_not_there_says_which_are(edge: RunningEdge, path: str, says: str) -> None:
+    with edge.http() as client:
+        response = client.post(f"..{path}", json=BODY)
+    assert response.status_code == 404
+    assert response.json() == error(f"There is no path {path!r}. {says}", code="not_found")
 
 
 @pytest.mark.parametrize(
@@ -201,13 +231,13 @@ def test_a_compressed_body_is_415(edge: RunningEdge) -> None:
     assert response.json() == error("Content-Encoding must be identity, got 'gzip'.", code="unsupported_media_type")
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "/completions/", "/chat", "/models/"])
+@pytest.mark.parametrize("path", ["/nowhere", "/chat", "/models/"])
 def test_an_unknown_path_is_404(edge: RunningEdge, path: str) -> None:
     with edge.http() as client:
         response = client.post(path, json=BODY) if path != "/models/" else client.get("/chat/")
     shown = path if path != "/models/" else "/chat/"
     assert response.status_code == 404
-    assert response.json() == error(f"There is no path '/v1{shown}'.", code="not_found")
+    assert response.json() == error(f"There is no path '/v1{shown}'. {PATHS}", code="not_found")
 
 
 @pytest.mark.parametrize(

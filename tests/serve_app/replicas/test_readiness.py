@@ -59,8 +59,8 @@ def test_a_model_whose_replicas_are_all_stuck_is_not_ready_but_not_down():
     ("status", "expected"),
     [
         (None, ("it is not deployed", True, False)),
-        (AppStatus("DEPLOYING", ""), ("no replica is up", True, False)),
-        (AppStatus("DEPLOYING", "UPDATING"), ("no replica is up", True, False)),
+        (AppStatus("DEPLOYING", ""), ("it is still being loaded", True, False)),
+        (AppStatus("DEPLOYING", "UPDATING"), ("it is still being loaded", True, False)),
         (AppStatus("DEPLOY_FAILED", ""), ("it failed to deploy", True, True)),
         (AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED"), ("it failed to deploy", True, True)),
         (AppStatus("UNHEALTHY", "UNHEALTHY"), ("no replica is up", True, False)),
