@@ -1,12 +1,12 @@
 """The OpenAPI description of the service, made from the types that requests are validated with and replies are made of.
 
-What the types cannot say, such as rules between fields, is said in words. Bounds are those of the configuration.
+Rules between fields stand in `openapi_rules.py`; what no schema can say is said in words. Bounds are those of the
+configuration.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
@@ -16,11 +16,9 @@ from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.completion import CompletionBody
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import MAX_RETRY_AFTER_S, codes_by_status
+from serve_app.http.openapi_rules import RULES, Json, Object
 from serve_app.http.openapi_texts import ABOUT, CHAT_RULES, COMPLETION_RULES, FIELDS, STATUSES, STREAM
 from serve_app.model_id import MAX_CHARACTERS
-
-Json: TypeAlias = "str | int | bool | list[Json] | dict[str, Json] | None"
-Object: TypeAlias = dict[str, Json]
 
 _REFERENCE = "#/components/schemas/{model}"
 _BODIES = ("ChatBody", "CompletionBody")
@@ -77,6 +75,7 @@ def _schemas(limits: LimitsConfig) -> Object:
             _object(properties, name)["description"] = FIELDS[name]
             described.add(name)
         _bound(properties, limits)
+        _object(schemas, body)["allOf"] = list(RULES[body])
     schemas["Description"] = {"type": "object", "required": ["openapi"]}
     assert described == set(FIELDS), "a description is left of a field that is gone"
     return schemas

@@ -5,12 +5,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    model_validator,
+)
 
 from renderers.messages import Effort
 from serve_app.api.ignored_fields import Known, known
 from serve_app.api.schema.completion import image_url
-from serve_app.api.schema.input_types import EFFORT_MAX, ArgumentsInput, ContentInput, EffortInput, ToolChoiceInput
+from serve_app.api.schema.input_types import (
+    EFFORT_MAX,
+    ArgumentsInput,
+    ContentInput,
+    EffortInput,
+    RequiredContentInput,
+    ToolChoiceInput,
+)
 from serve_app.api.schema.sampling import MAX_LOGPROBS, SamplingFields, Section
 from serve_app.explain import Complaint
 
@@ -96,8 +112,11 @@ class FunctionCall(Section):
     arguments: Annotated[str, PlainValidator(_arguments, json_schema_input_type=ArgumentsInput)]
 
 
+_Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class ToolCallBody(Section):
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: _Name
     type: Literal["function"] | None = None
     function: FunctionCall
 
@@ -111,8 +130,55 @@ class MessageBody(Section):
     ] = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = None
-    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    tool_call_id: _Name | None = None
+    name: _Name | None = None
+
+
+class _Role(BaseModel):
+    """What one role may write: the OpenAPI description is made from these. `validate.py` judges, by the same rules."""
+
+    model_config = ConfigDict(extra="allow")
+
+    content: RequiredContentInput
+    reasoning_content: Literal[""] | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(max_length=0)] | None = None
+    tool_call_id: None = None
+    name: _Name | None = None
+
+
+class SystemMessage(_Role):
+    role: Literal["system", "developer"]
+
+
+class UserMessage(_Role):
+    role: Literal["user"]
+
+
+class ToolMessage(_Role):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    tool_call_id: _Name  # type: ignore[assignment]  # of its role alone
+
+
+class AssistantMessage(BaseModel):
+    """What the model said, or is to have said."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["assistant"]
+    content: ContentInput = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: None = None
+    name: _Name | None = None
+
+
+MessagesInput = Annotated[list[SystemMessage | UserMessage | AssistantMessage | ToolMessage], Field(min_length=1)]
+
+
+def _as_it_is(value: object) -> object:
+    return value
 
 
 class FunctionBody(Section):
@@ -154,7 +220,11 @@ class ToolBody(Section):
 class ChatBody(SamplingFields):
     """POST /chat/completions. `max_completion_tokens` wins over `max_tokens`."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[
+        list[MessageBody],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_as_it_is, json_schema_input_type=MessagesInput),
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     reasoning_effort: Annotated[Effort | None, PlainValidator(_effort, json_schema_input_type=EffortInput)] = None

@@ -78,6 +78,7 @@ class FunctionChoice(_Written):
     function: FunctionName
 
 
-ContentInput = str | list[TextPart | ImagePart] | None
+RequiredContentInput = str | list[TextPart | ImagePart]
+ContentInput = RequiredContentInput | None
 PromptChunksInput = Annotated[list[TokensPart | ImagePart], Field(min_length=1)] | None
 ToolChoiceInput = Literal["none", "auto", "required"] | FunctionChoice | None

@@ -1,12 +1,11 @@
 """No request keeps the event loop from others for long, whatever its body holds.
 
-How late the loop is depends on the machine and on what else runs there. So it is compared to how late it is, at the
-same time, while another thread holds the interpreter for as long as is allowed; and of several tries the least counts.
+Time is what the processor spent on this process between two turns of the loop: on a machine that others use, too, the
+loop may be late for their sake. Of several tries the least counts.
 """
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ pytest_plugins = ("tests.support.edge_fixtures",)
 MOST_LAG_S = 0.05
 TRIES = 6
 SIZE = 7_600_000
+ZEROS = ",".join("0" * 100)
 USER = {"role": "user", "content": "x"}
 
 
@@ -83,7 +83,7 @@ COMPLETIONS: dict[str, Callable[[], bytes]] = {
     "a long key": lambda: completion_with('"prompt":"x","prompt_cache_key":"' + "k" * SIZE + '"'),
     "an ignored list of objects": lambda: completion_with('"prompt":"x","junk":[' + filled('{"a": 1}') + "]"),
     "very many small ignored objects": lambda: completion_with(
-        '"prompt":"x",' + ",".join(f'"j{n}":{{"a":[{filled("0")[:200]}]}}' for n in range(20_000))
+        '"prompt":"x",' + ",".join(f'"j{n}":{{"a":[{ZEROS}]}}' for n in range(20_000))
     ),
 }
 
@@ -98,9 +98,9 @@ class Watch:
     async def _watch(self) -> float:
         worst = 0.0
         while not self._is_over:
-            before = time.perf_counter()
+            before = time.process_time()
             await asyncio.sleep(0.001)
-            worst = max(worst, time.perf_counter() - before - 0.001)
+            worst = max(worst, time.process_time() - before)
         return worst
 
     def during(self, work: Callable[[], object]) -> float:
@@ -113,21 +113,11 @@ class Watch:
         return watching.result(30)
 
 
-def hold_interpreter() -> None:
-    """In another thread, for `MOST_LAG_S` of its processor time: one call that lets nothing else run."""
-    before = time.thread_time()
-    sum(range(1_000_000))
-    count = round(1_000_000 * MOST_LAG_S / (time.thread_time() - before))
-    thread = threading.Thread(target=lambda: sum(range(count)))
-    thread.start()
-    thread.join()
-
-
-def least(watch: Watch, work: Callable[[], object], enough_s: float) -> float:
+def least(watch: Watch, work: Callable[[], object]) -> float:
     found = float("inf")
     for _ in range(TRIES):
         found = min(found, watch.during(work))
-        if found <= enough_s:
+        if found <= MOST_LAG_S:
             break
     return found
 
@@ -144,11 +134,10 @@ def test_the_loop_is_never_kept_for_long(edge: RunningEdge, path: str, make: Cal
     body = make()
     assert len(body) <= 8 << 20
     watch = Watch(edge)
-    allowed = least(watch, hold_interpreter, 0.0)
 
     def work() -> None:
         with edge.http() as client:
             response = client.post(path, content=body, headers={"content-type": "application/json"})
         assert response.status_code in (200, 400)
 
-    assert least(watch, work, allowed) <= allowed
+    assert least(watch, work) <= MOST_LAG_S

@@ -1,27 +1,37 @@
 """The OpenAPI description says what the service does: no more, no less."""
 
 import json
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import openapi_spec_validator
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from starlette.routing import Route
 
+from renderers.base import RenderError
 from serve_app.api.body_limits import check_sizes
 from serve_app.api.json_body import parse_object
 from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.completion import CompletionBody
+from serve_app.api.schema.input_types import TOKEN_ID_MAX
 from serve_app.api.schema.sampling import parse_body
-from serve_app.config.service import LimitsConfig
+from serve_app.api.validate import validate_chat, validate_completion
+from serve_app.catalog.catalog import ResolvedModel
+from serve_app.catalog.served_model import load_model
+from serve_app.config.service import LimitsConfig, ModelConfig
 from serve_app.errors import InvalidRequest
 from serve_app.http.app import PREFIXES, build_http_app
 from serve_app.http.openapi import describe_api
 from tests.support.harness import BASE, CHAT, RunningEdge, StoredCheckpoint
+from tests.support.tiny_tokenizer import save_model_folder
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 
@@ -128,15 +138,29 @@ def test_every_field_that_is_honoured_is_described_and_no_other(name: str) -> No
     assert set(SCHEMAS[name]["required"]) == required
 
 
+@cache
+def _target() -> ResolvedModel:
+    """A model with tools and every token id."""
+    folder = save_model_folder(Path(tempfile.mkdtemp()) / "model")
+    model = load_model(ModelConfig(id="m", app="a", source=str(folder), renderer="qwen3"))
+    model = replace(model, vocab_size=TOKEN_ID_MAX + 1)
+    return ResolvedModel("m", model, model.context_length, model.renderer)
+
+
+_ABOUT_THE_MODEL = ("takes no images", "reasoning_effort")
+_IN_WORDS = ("must be unique", "must name one of tools")
+
+
 def _accepted(name: str, body: Any) -> bool:
-    """By everything that looks at a body without knowing its model."""
+    """By everything that judges a body. What depends on the model, or is said in words, is left out."""
     try:
         check_sizes(body, LIMITS, longest_context=1000)
         parsed: Any = parse_body(BODIES[name], body)
-    except InvalidRequest:
+        (validate_chat if name == "ChatBody" else validate_completion)(parsed, _target(), LIMITS)
+    except (InvalidRequest, RenderError) as exc:
+        assume(not any(words in str(exc) for words in (*_ABOUT_THE_MODEL, *_IN_WORDS)))
         return False
-    too_long = any(len(string) > LIMITS.stop_length for string in (parsed.stop.strings if parsed.stop else ()))
-    return bool(parsed.model) and not too_long
+    return bool(parsed.model)
 
 
 SCALARS = st.sampled_from(
@@ -202,8 +226,10 @@ def bodies(draw: st.DrawFn, name: str) -> dict[str, Any]:
     body: dict[str, Any] = {"model": "m"}
     if name == "ChatBody":
         body["messages"] = [{"role": "user", "content": "x"}]
+    elif draw(st.integers(0, 9)):
+        body["prompt"] = "x"
     fields = [*BODIES[name].model_fields, "unknown"]
-    for field in draw(st.lists(st.sampled_from(fields), min_size=1, max_size=2)):
+    for field in draw(st.lists(st.sampled_from(fields), min_size=1, max_size=3)):
         body[field] = draw(LIKELY.get(field, SCALARS) | ANYTHING)
     return body
 
