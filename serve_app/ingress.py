@@ -7,7 +7,6 @@ from starlette.applications import Starlette
 
 from serve_app.checkpoints import CheckpointStore
 from serve_app.config.api import ApiArgs
-from serve_app.config.paths import resolve_path
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
@@ -75,12 +74,7 @@ class Ingress:
 
     def _open_store(self, config: CheckpointsConfig) -> CheckpointStore:
         """Raises `ConfigRefused`."""
-        cache = config.cache_directory
-        store = CheckpointStore(
-            [resolve_path(root) for root in config.roots],
-            cache_directory=None if cache is None else resolve_path(cache),
-            cache_bytes=config.cache_bytes,
-        )
+        store = CheckpointStore.of(config)
         self._metrics.store.watch(lambda: store.counters)
         return store
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from serve_app.checkpoints.checkpoint import Checkpoint, is_open_to
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
@@ -25,6 +26,8 @@ from serve_app.checkpoints.local import LocalRoot
 from serve_app.checkpoints.remote import RemoteRoot
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused
 from serve_app.checkpoints.root_folder import LeavesRoot
+from serve_app.config.paths import resolve_path
+from serve_app.config.service import CheckpointsConfig
 from serve_app.errors import CheckpointNotFound, CheckpointUnavailable, InvalidRequest
 from serve_app.model_id import CheckpointPath
 from serve_app.single_flight import SingleFlight
@@ -72,6 +75,16 @@ class CheckpointStore:
         # Each root has its own: one that hangs keeps them all.
         self._searches = [ThreadPoolExecutor(2, thread_name_prefix="checkpoint-list") for _ in roots]
         self._listings = [SingleFlight[str | None, Search](searches) for searches in self._searches]
+
+    @classmethod
+    def of(cls, config: CheckpointsConfig) -> Self:
+        """As the configuration has it. Raises `ConfigRefused`."""
+        cache = config.cache_directory
+        return cls(
+            [resolve_path(root) for root in config.roots],
+            cache_directory=None if cache is None else resolve_path(cache),
+            cache_bytes=config.cache_bytes,
+        )
 
     def _root(self, root: str, max_bytes: int, recheck_s: float) -> LocalRoot | RemoteRoot:
         if root.startswith("file://"):

@@ -12,7 +12,7 @@ from engines.lora.format.weights import LoraTargets, read_adapter
 from serve_app.checkpoints import Checkpoint, CheckpointStore
 from serve_app.config.deploy import DeployConfig
 from serve_app.config.model import ModelArgs
-from serve_app.config.paths import resolve_path, resolve_source
+from serve_app.config.paths import resolve_source
 from serve_app.config.service import ModelConfig
 from serve_app.errors import ConfigRefused
 from serve_app.model_id import CheckpointPath
@@ -51,13 +51,7 @@ async def check_checkpoint(config: DeployConfig, path: CheckpointPath, model_id:
 async def _store(config: DeployConfig) -> AsyncIterator[CheckpointStore]:
     if config.service is None:
         raise ConfigRefused("The configuration has no application that serves an API.")
-    settings = config.service.checkpoints
-    cache = settings.cache_directory
-    store = CheckpointStore(
-        [resolve_path(root) for root in settings.roots],
-        cache_directory=None if cache is None else resolve_path(cache),
-        cache_bytes=settings.cache_bytes,
-    )
+    store = CheckpointStore.of(config.service.checkpoints)
     try:
         yield store
     finally:

@@ -39,7 +39,7 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
           limits: {concurrency: 64}          # any of those of `limits.per_key`, for this key
       limits:
         body_bytes: 8388608                  # larger request bodies are refused (413)
-        bytes_in_flight: 268435456           # of the requests of all keys in one ingress; more wait outside (503)
+        bytes_in_flight: 268435456           # that the requests of all keys hold in one ingress; beyond: 503
         body_timeout_s: 30                   # a body that takes longer is refused (400)
         messages: 4096                       # per request
         tools: 512                           # per request
@@ -50,7 +50,7 @@ in bytes, times in seconds, lengths in tokens unless a name says otherwise. All 
         total_timeout_s: 3600                # then 503, or an error event in a stream
         per_key:                             # null: no limit
           concurrency: 256                   # requests at the same time
-          bytes_in_flight: 67108864          # of the key's requests in one ingress (429)
+          bytes_in_flight: 67108864          # that a key's requests hold in one ingress; beyond: 429
           requests_per_minute: null
           tokens_per_minute: null            # prompt and completion tokens: reserved when a request begins,
                                              # settled when it ends
@@ -122,7 +122,7 @@ class KeyLimits(_Section):
     """What one key may use; None is no limit."""
 
     concurrency: Count | None = None
-    bytes_in_flight: Bytes | None = None
+    bytes_in_flight: Bytes | None = 64 * 2**20
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
 
@@ -164,7 +164,7 @@ class LimitsConfig(_Section):
     image_side: Count = Field(default=16_384, description="Pixels of the longer side of an image.")
     first_token_timeout_s: Seconds = 120.0
     total_timeout_s: Seconds = 3600.0
-    per_key: KeyLimits = KeyLimits(concurrency=256, bytes_in_flight=64 * 2**20)
+    per_key: KeyLimits = KeyLimits(concurrency=256)
 
 
 class ImagesConfig(_Section):
