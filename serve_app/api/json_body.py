@@ -22,7 +22,7 @@ from serve_app.errors import InvalidRequest
 JsonObject = dict[str, object]
 
 _SMALL_BYTES = 1 << 16  # it is read as it is
-_MAX_VALUES = 250_000  # besides tokens; no conversation that fits a context has so many
+_MAX_VALUES = 100_000  # besides tokens; no conversation that fits a context has so many
 _MAX_DEPTH = 200
 _KEPT_BYTES = 64  # an ignored value that is shorter costs less than to cut it out
 _CHECKED_BYTES = 1 << 17  # at a time

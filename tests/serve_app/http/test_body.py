@@ -244,7 +244,7 @@ def test_how_much_a_request_holds_is_judged_before_each_part_of_it(
 
 def test_a_body_of_very_many_small_values_is_refused_unread(edge: RunningEdge) -> None:
     response = send(edge, b"[" + b"[]," * 1_000_000 + b"0]")
-    message = "The request body must have at most 250000 values that are read, got 2000002."
+    message = "The request body must have at most 100000 values that are read, got 2000002."
     assert (response.status_code, response.json()) == (400, error(message))
 
 

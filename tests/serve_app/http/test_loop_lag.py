@@ -65,7 +65,7 @@ CHATS: dict[str, Callable[[], bytes]] = {
         [USER], tools=[{"type": "function", "function": {"name": "f", "description": "é" * (SIZE // 6)}}]
     ),
     "parameters of very many values": lambda: chat(
-        [USER], tools=[{"type": "function", "function": {"name": "f", "parameters": {"a": [{"b": 1}] * 80_000}}}]
+        [USER], tools=[{"type": "function", "function": {"name": "f", "parameters": {"a": [{"b": 1}] * 45_000}}}]
     ),
 }
 COMPLETIONS: dict[str, Callable[[], bytes]] = {
