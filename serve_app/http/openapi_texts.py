@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from serve_app.api.requests import SAMPLING_DEFAULTS
+
 ABOUT = """\
 Base language models and the LoRA checkpoints trained on them, as OpenAI's clients expect them.
 
@@ -36,15 +38,23 @@ With `stream: true`: `data: ` and a `{chunk}`, again and again, then `data: [DON
 `data: ` and an `ErrorReply`, without `[DONE]`. Lines that begin with a colon are comments.
 """
 
+
+def _unset(field: str) -> str:
+    return f"Unset: {SAMPLING_DEFAULTS[field]:g}."
+
+
 FIELDS: Mapping[str, str] = {
     "model": "A base model, a variant of it, a checkpoint (`tinker://run/sampler_weights/name`), or base`;`checkpoint.",
-    "temperature": "0: the most likely token. Unset: 1.",
-    "top_p": "Sample from the most likely tokens that have this probability together. Unset: 1.",
+    "temperature": f"0: the most likely token. {_unset('temperature')}",
+    "top_p": f"Sample from the most likely tokens that have this probability together. {_unset('top_p')}",
     "top_k": "Sample from this many tokens. 0, -1 or unset: from all.",
     "min_p": "Sample from tokens that are at least this likely, relative to the most likely one.",
     "presence_penalty": "Subtracted from the logits of tokens that the reply has already.",
     "frequency_penalty": "Subtracted as often as the reply has the token.",
-    "repetition_penalty": "Divides the logits of tokens of prompt and reply; above 1 makes them less likely. Unset: 1.",
+    "repetition_penalty": (
+        "Divides the logits of tokens of prompt and reply; above 1 makes them less likely. "
+        + _unset("repetition_penalty")
+    ),
     "logit_bias": "Added to the logits of these tokens, by their ids in decimal.",
     "seed": "The same seed, request and model give the same reply. Unset: a random one.",
     "stop": "Text that ends the reply and is not in it, or token ids that end it. The model's own always do.",
