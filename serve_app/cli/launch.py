@@ -70,7 +70,7 @@ def up(
             finally:
                 signals.ignored = True
                 end_descendants(_REST_GRACE_S)
-        folder.forget_session()
+        folder.clear()
 
 
 def _run(service: "_Service", config: DeployConfig, config_path: Path) -> None:

@@ -66,7 +66,7 @@ class RunFolder:
                 raise ConfigRefused(
                     f"A service of yours has port {self.path.name} already: end it, or choose another with --port."
                 ) from exc
-            self._clear()
+            self.clear()
             if self.log.exists():
                 self.log.replace(self.path / _EARLIER_LOG)
             with open(os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -76,14 +76,16 @@ class RunFolder:
             finally:
                 self.token.unlink(missing_ok=True)
 
+    def clear(self) -> None:
+        """When all has ended as it should: only the log is worth keeping."""
+        for entry in self.path.iterdir():
+            if entry.name not in (_LOG, _EARLIER_LOG, _LOCK):
+                _remove(entry)
+
     def forget_session(self) -> None:
-        """Before Ray starts anew, and when it has ended as it should: only the log is worth keeping."""
-        self.dashboard.unlink(missing_ok=True)
-        for entry in self.path.glob("session_*"):
-            if entry.is_symlink():
-                entry.unlink()
-            else:
-                shutil.rmtree(entry, ignore_errors=True)
+        """Before Ray starts anew."""
+        for entry in (self.dashboard, *self.path.glob("session_*")):
+            _remove(entry)
 
     def is_claimed(self) -> bool:
         """Whether a service runs in it."""
@@ -96,12 +98,6 @@ class RunFolder:
             return True
         return False
 
-    def _clear(self) -> None:
-        self.forget_session()
-        for entry in self.path.iterdir():
-            if entry.name not in (_LOG, _EARLIER_LOG, _LOCK):
-                entry.unlink()
-
 
 def _make_private(folder: Path) -> None:
     """Raises `ConfigRefused` when somebody else could put files there."""
@@ -110,3 +106,10 @@ def _make_private(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigRefused(f"{folder} is not a folder of yours: remove it, or set TMPDIR to another place.")
     folder.chmod(0o700)
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)

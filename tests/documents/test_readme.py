@@ -26,6 +26,7 @@ KINDS = {
     ("python", "service"): "test_demo_service.py",
     ("bash", "example"): "test_demo_service.py",
     ("bash", "deploy"): "below: it is what `make serve` runs",
+    ("bash", "change"): "test_launch.py: it is what `up` prints, and test_up.py runs that",
     ("bash", "develop"): ".ci/run and below",
     ("yaml", "config"): "below",
     ("json", "checkpoint"): "below",

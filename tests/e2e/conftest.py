@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import yaml
 
 # Before Ray is imported: it reads these as it is.
 os.environ.update(
@@ -31,6 +32,7 @@ os.environ.update(
 os.environ.pop("RAY_ADDRESS", None)
 
 from tests.e2e.service_config import KEY, service_config
+from tests.support.running_up import MODEL, ROOT
 from tests.support.waiting import eventually
 
 Json = dict[str, Any]
@@ -134,3 +136,15 @@ def service(session_service: Service) -> Iterator[Service]:
         session_service.deploy(session_service.config)
         eventually(session_service.is_ready, 60)
     eventually(session_service.is_idle)
+
+
+@pytest.fixture(scope="session")
+def config(model_folder: str) -> Json:
+    """config.yaml with a model that costs nothing."""
+    raw: Json = yaml.safe_load((ROOT / "config.yaml").read_text())
+    api, model = raw["applications"]
+    (served,) = api["deployments"][0]["user_config"]["models"]
+    served["source"] = model_folder
+    fake = {"vocab_size": 512, "step_s": 0.02, "reply_tokens": None}
+    model["args"] = {"id": MODEL, "source": model_folder, "engine": "fake", "fake": fake, "cpus_per_replica": 0.1}
+    return raw

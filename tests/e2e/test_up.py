@@ -1,87 +1,32 @@
 """`python -m serve_app up` with the real config.yaml (HAProxy, the fast path), a deterministic engine in its model."""
 
+import hashlib
+import ipaddress
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
+import psutil
 import pytest
 import yaml
 
-from serve_app.cli.processes import command_line
 from serve_app.config.deploy import free_port
+from tests.support.running_up import KEY, MODEL, Up, processes, title, with_catalogue, write
 from tests.support.waiting import eventually
 
-ROOT = Path(__file__).parents[2]
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-KEY = "roundhouse-demo"
-MARK = "ROUNDHOUSE_TEST_MARK"
-
-
-class Up:
-    """A running `up`, what it printed so far, and which processes it started."""
-
-    def __init__(self, config: Path, *arguments: str) -> None:
-        self.mark = f"{MARK}={os.urandom(8).hex()}"
-        name, _, value = self.mark.partition("=")
-        self.printed: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "serve_app", "up", "--config", str(config), *arguments],
-            cwd=ROOT,
-            env={**os.environ, name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def read_until(self, text: str) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.printed.append(line)
-            if text in line:
-                return
-        raise AssertionError("".join(self.printed))
-
-    def end(self, how: signal.Signals = signal.SIGINT) -> tuple[int, str]:
-        """Exit status and all that was printed."""
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        rest, _ = self.process.communicate(timeout=90)
-        return self.process.returncode, "".join(self.printed) + rest
-
-    def __enter__(self) -> "Up":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.end()
-
-    def left_over(self) -> list[str]:
-        return [title(pid) for pid in processes(self)]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> dict[str, Any]:
-    """config.yaml with a model that costs nothing."""
-    raw = yaml.safe_load((ROOT / "config.yaml").read_text())
-    api, model = raw["applications"]
-    (served,) = api["deployments"][0]["user_config"]["models"]
-    served["source"] = model_folder
-    fake = {"vocab_size": 512, "step_s": 0.02, "reply_tokens": None}
-    model["args"] = {"id": MODEL, "source": model_folder, "engine": "fake", "fake": fake, "cpus_per_replica": 0.1}
-    return raw
-
-
-def write(config: dict[str, Any], folder: Path) -> Path:
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+# What listens where other machines reach it although the service's host is 127.0.0.1, and why that must be.
+LISTEN_ELSEWHERE = {
+    "ray::ServeReplica": "Serve binds each replica's gRPC server to [::], without a switch; it asks for Ray's token",
+    "haproxy": "its statistics and metrics, which need no key",
+}
 
 
 class Shared:
@@ -96,7 +41,7 @@ class Shared:
             port = free_port()
             up = Up(self._config, "--port", str(port))
             self._running = up, f"http://127.0.0.1:{port}"
-            up.read_until("is ready")
+            up.read_until("-d ")  # the end of the curl, which is the last that it prints
         return self._running
 
     def end(self) -> None:
@@ -118,7 +63,6 @@ def running(shared: Shared) -> tuple[Up, str]:
 
 def test_the_curl_that_it_prints_works(running):
     up, _ = running
-    up.read_until("-d ")
     curl = "".join(up.printed[-3:]).replace("curl ", "curl --silent --fail ").replace("}'", ', "max_tokens": 5}\'')
     reply = json.loads(subprocess.run(["bash", "-c", curl], check=True, capture_output=True, text=True).stdout)
     assert reply["choices"][0]["finish_reason"] == "length"
@@ -140,6 +84,51 @@ def test_replicas_do_not_give_way_to_the_rest_of_the_machine(running):
     names = {"api:ingress", "smollm2-135m:engine"}
     assert {name for name in names for pid in replicas if name in title(pid)} == names
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in replicas} == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
+def test_with_a_loopback_host_nothing_listens_elsewhere_but_what_is_named(running):
+    up, _ = running
+    found = {title(pid).split(":smollm2")[0].split(":api")[0] for pid in processes(up) if listens_elsewhere(pid)}
+    assert {Path(name.split(" ")[0]).name for name in found} <= LISTEN_ELSEWHERE.keys()
+
+
+def test_what_listens_elsewhere_turns_away_who_has_no_token(running):
+    up, _ = running
+    ports = [port for pid in processes(up) if "ServeReplica" in title(pid) for port in listens_elsewhere(pid)]
+    assert len(ports) == 3
+    for port in ports:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            with pytest.raises(grpc.RpcError) as refusal:
+                call(b"", timeout=10)
+        assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_the_dashboard_turns_away_who_has_no_token(running):
+    up, _ = running
+    (line,) = [line for line in up.printed if "dashboard: " in line and "token" in line]
+    reply = httpx.get(f"{line.split()[1]}/api/serve/applications/")
+    assert reply.status_code == 401
+
+
+def test_rays_own_tools_work_by_the_line_that_it_prints(running):
+    up, _ = running
+    done = up.command("Ray's own tools")
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["applications"].keys() == {"api", "smollm2-135m"}
+
+
+def test_a_change_is_deployed_by_the_line_that_it_prints(running, config):
+    up, url = running
+    (line,) = [line for line in up.printed if "to change it: " in line]
+    path = Path(line.partition("--config ")[2].split(" ")[0])
+    digest = hashlib.sha256(b"another-key-of-mine").hexdigest()
+    path.write_text(yaml.safe_dump(with_catalogue(config, keys=[*keys_of(config), {"name": "x", "sha256": digest}])))
+    done = up.command("to change it")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:] == ["api runs.", "smollm2-135m runs."]
+    headers = {"authorization": "Bearer another-key-of-mine"}
+    eventually(lambda: httpx.get(f"{url}/v1/models", headers=headers).status_code == 200)
 
 
 def test_when_the_model_dies_the_refusal_keeps_its_advice_through_haproxy(running):
@@ -174,20 +163,25 @@ def test_ctrl_c_lets_requests_finish_and_leaves_nothing(running):
     assert haproxies_of(url) == []
 
 
-def processes(up: Up) -> list[int]:
-    marked = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and up.mark in (entry / "environ").read_text(errors="replace"):
-                marked.append(int(entry.name))
-        except OSError:
-            continue
-    return marked
+def listens_elsewhere(pid: int) -> list[int]:
+    """The ports on which a process listens where other machines reach it."""
+    try:
+        connections = psutil.Process(pid).net_connections("inet")
+    except psutil.NoSuchProcess:
+        return []
+    listening = [connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN]
+    return [address.port for address in listening if not is_loopback(address.ip)]
 
 
-def title(pid: int) -> str:
-    """Its command line; empty when it is gone."""
-    return " ".join(command_line(pid))
+def is_loopback(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def keys_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    keys: list[dict[str, Any]] = config["applications"][0]["deployments"][0]["user_config"]["keys"]
+    return keys
 
 
 def haproxies_of(url: str) -> list[str]:
@@ -200,98 +194,3 @@ def haproxies_of(url: str) -> list[str]:
         except OSError as exc:
             return [str(exc)]
     return []
-
-
-def test_a_port_in_use_is_said_before_anything_starts(config, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        started = time.monotonic()
-        status, printed = Up(write(config, tmp_path), "--port", str(port)).end(signal.SIGCONT)
-    assert status == 2
-    assert printed.startswith(f"Port {port} on 127.0.0.1 cannot be used, something else has it")
-    assert "--port" in printed
-    assert time.monotonic() - started < 20
-
-
-def test_a_mistake_in_the_file_is_said_before_anything_starts(config, tmp_path):
-    broken = {**config, "applications": [{**config["applications"][0], "args": {"replica": 2}}]}
-    status, printed = Up(write(broken, tmp_path)).end(signal.SIGCONT)
-    assert status == 2
-    assert "applications[0] (api): replica is not a known key, got 2.\n" in printed
-    assert status == 2
-
-
-def with_catalogue(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    api, model = config["applications"]
-    user_config = {**api["deployments"][0]["user_config"], **changes}
-    return {
-        **config,
-        "applications": [{**api, "deployments": [{"name": "ingress", "user_config": user_config}]}, model],
-    }
-
-
-def test_a_key_that_cannot_be_read_is_said_before_anything_starts(config, tmp_path):
-    broken = with_catalogue(config, keys=[{"name": "ci", "env": "NO_SUCH_VARIABLE_HERE"}])
-    status, printed = Up(write(broken, tmp_path)).end(signal.SIGCONT)
-    assert status == 2
-    assert printed == "The key 'ci' is empty in the environment variable 'NO_SUCH_VARIABLE_HERE'.\n"
-
-
-@pytest.mark.slow
-def test_a_catalogue_that_the_ingress_refuses_ends_it_with_the_reason(config, tmp_path):
-    """`check` loads no tokenizer, so this is found by the ingress alone."""
-    (served,) = config["applications"][0]["deployments"][0]["user_config"]["models"]
-    broken = with_catalogue(config, models=[{**served, "renderer": "gpt9"}])
-    with Up(write(broken, tmp_path), "--port", str(free_port())) as up:
-        up.read_until("failed to deploy: ")  # Serve tries three times: on a busy machine longer than `end` waits
-        status, printed = up.end(signal.SIGCONT)
-    assert status == 1
-    reason = f"The model '{MODEL}' cannot have the renderer 'gpt9': renderer must be one of "
-    assert f"The application 'api' failed to deploy: {reason}" in printed
-    assert up.left_over() == []
-
-
-def test_when_serve_dies_early_it_says_so_and_leaves_nothing(config, tmp_path):
-    with Up(write(config, tmp_path), "--port", str(free_port())) as up:
-        up.read_until("Starting the service")
-        children: list[int] = []
-
-        def has_child() -> bool:
-            children[:] = [pid for pid in processes(up) if "serve_app.cli.driver" in title(pid)]
-            return bool(children)
-
-        eventually(has_child, 20)
-        os.kill(children[0], signal.SIGKILL)
-        status, printed = up.end(signal.SIGCONT)
-    assert status == 1
-    assert "Ray Serve ended with status -9" in printed
-    assert up.left_over() == []
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_is_named_with_the_reason(config, model_folder, tmp_path):
-    api, model = config["applications"]
-    args = {"id": MODEL, "source": model_folder, "cpus_per_replica": 0.1}  # it has no weights
-    broken = {**config, "applications": [api, {**model, "args": args}]}
-    with Up(write(broken, tmp_path), "--port", str(free_port())) as up:
-        up.read_until("failed to deploy: ")  # three times torch is loaded first
-        status, printed = up.end(signal.SIGCONT)
-    assert status == 1
-    assert "The application 'smollm2-135m' failed to deploy: " in printed
-    assert "no file named model.safetensors" in printed
-    assert up.left_over() == []
-
-
-@pytest.mark.slow
-def test_two_signals_end_it_at_once(config, tmp_path):
-    with Up(write(config, tmp_path), "--port", str(free_port())) as up:
-        up.read_until("Starting the service")
-        eventually(lambda: any("raylet" in title(pid) for pid in processes(up)))
-        up.process.send_signal(signal.SIGTERM)
-        up.read_until("Ending")
-        asked_at = time.monotonic()
-        status, printed = up.end(signal.SIGTERM)
-    assert status == 0
-    assert "Ending at once." in printed
-    assert time.monotonic() - asked_at < 15
-    assert up.left_over() == []
