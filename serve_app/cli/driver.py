@@ -29,8 +29,7 @@ def main(port: int) -> None:
     sys.stderr = PlainStream(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     folder = RunFolder.of(port)
     try:
-        _start_ray(folder)
-        cli.main(["run", "--non-blocking", str(folder.config)], standalone_mode=False)
+        _start(folder)
         signal.pause()
     except KeyboardInterrupt:
         if _serve_runs():
@@ -39,8 +38,8 @@ def main(port: int) -> None:
         folder.dashboard.unlink(missing_ok=True)  # from here on Ray ends because it is to
 
 
-def _start_ray(folder: RunFolder) -> None:
-    """Ends this process when Ray does not start."""
+def _start(folder: RunFolder) -> None:
+    """Ray and Serve, and what they are to run. Ends this process when one of the two does not start in its time."""
     try:
         # "local": never join a Ray cluster that happens to run on this machine.
         context = ray.init(
@@ -50,6 +49,7 @@ def _start_ray(folder: RunFolder) -> None:
             dashboard_host=_LOOPBACK,
             _temp_dir=str(folder.path),
         )
+        cli.main(["run", "--non-blocking", str(folder.config)], standalone_mode=False)
     except Exception:  # whatever Ray raises: it has no class of its own for this
         traceback.print_exc()
         sys.exit(RAY_DID_NOT_START)

@@ -35,7 +35,6 @@ _POLL_S = 0.25
 _STILL_STARTING_S = 20.0
 SERVE_GRACE_S = 60.0  # once the requests are finished: Serve gives itself 30 s to shut down, and Ray some more
 _REST_GRACE_S = 5.0
-_TAIL_LINES = 30
 _METRIC_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 _REACHED_BY_LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0")
 
@@ -128,7 +127,7 @@ class _Service:
         `LaunchFailed`.
         """
         self._folder.config.write_text(yaml.safe_dump(self._config.raw, sort_keys=False))
-        say(f"Starting Ray (log: {self._folder.log})")
+        say(f"Starting Ray and Serve (log: {self._folder.log})")
         for tries in range(1, _RAY_STARTS + 1):
             self._spawn()
             if self._ray_starts():
@@ -216,7 +215,7 @@ class _Service:
                 say(f"Ray is still starting after {shown_at - started:.0f} s.")
             time.sleep(_POLL_S)
         self._daemons = Daemons.find()
-        say(f"Starting the service (dashboard: {self._folder.dashboard.read_text()})")
+        say(f"Starting the applications (dashboard: {self._folder.dashboard.read_text()})")
         return True
 
     def _require_alive(self) -> None:
@@ -226,7 +225,8 @@ class _Service:
         status = self._child.poll()
         if status is not None:
             log = self._folder.log
-            raise LaunchFailed(f"Ray Serve ended with status {status}. The last words of {log}:\n{_tail(log)}")
+            reason = f" ({last_exception(text)})" if "Traceback" in (text := log.read_text(errors="replace")) else ""
+            raise LaunchFailed(f"Ray Serve ended with status {status}{reason}. The log is {log}.")
 
     def _lost(self) -> str | None:
         """A sentence on a daemon that ended before the driver had it end."""
@@ -288,10 +288,6 @@ def _child_environment(config: DeployConfig, folder: RunFolder) -> dict[str, str
 def _shown(path: Path) -> str:
     """Relative to the working folder where that is shorter."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(plain(log.read_text(errors="replace")).splitlines()[-_TAIL_LINES:])
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ _LOG, _EARLIER_LOG, _LOCK = "serve.log", "serve.log.1", "lock"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """`dashboard`: a file that holds the dashboard's address; it is there once Ray runs."""
+    """`dashboard`: a file that holds the dashboard's address; it is there once Ray and Serve run."""
 
     path: Path
 

@@ -69,7 +69,7 @@ def test_when_serve_dies_early_it_says_so_and_leaves_nothing(config, tmp_path):
         os.kill(children[0], signal.SIGKILL)
         status, printed = up.end(signal.SIGCONT)
     assert status == 1
-    assert "Ray Serve ended with status -9" in printed
+    assert "Ray Serve ended with status -9. The log is " in printed
     assert up.left_over() == []
 
 
