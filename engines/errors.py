@@ -4,10 +4,10 @@
     ├── RequestRefused     this request cannot run here: an id out of the vocabulary, a prompt longer than the KV cache
     ├── QueueFull          the waiting queue is at its limit; nothing was run
     ├── AdapterError
-    │   ├── AdapterRefused     the files cannot be served; the message names the file, field or tensor
+    │   ├── AdapterRefused     the files cannot be served, or overflow; the message names the file, field or tensor
     │   ├── AdapterChanged     the files do not hold the content that the request was bound to
     │   └── AdapterUnavailable loading took too long or too many loads are queued; worth another try
-    ├── NonFiniteLogits    the model produced NaN or infinity for this request; the others go on
+    ├── NonFiniteLogits    the base model produced NaN or infinity for this request; the others go on
     ├── ModelRefused       the model cannot be served exactly by this engine; raised while it is loaded
     └── EngineStopped      the engine is closed, draining or has failed
 
@@ -52,7 +52,9 @@ class AdapterError(EngineError):
 
 
 class AdapterRefused(AdapterError):
-    """The adapter's files cannot be served; the message names the file, field or tensor."""
+    """The adapter's files cannot be served; the message names the file, field or tensor. Or its values are so large
+    that the model computed NaN or infinity for this request.
+    """
 
 
 class AdapterChanged(AdapterError):
@@ -64,7 +66,7 @@ class AdapterUnavailable(AdapterError):
 
 
 class NonFiniteLogits(EngineError):
-    """The model produced NaN or infinity for this request."""
+    """The base model produced NaN or infinity for this request."""
 
 
 class ModelRefused(EngineError):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from engines.errors import AdapterError, EngineError, EngineStopped, NonFiniteLogits
+from engines.errors import AdapterError, AdapterRefused, EngineError, EngineStopped, NonFiniteLogits
 from engines.planning.prefill_pace import PrefillPace
 from engines.planning.scheduler import Chunk, Scheduler, StepPlan
 from engines.planning.sequence import TokenSequence
@@ -317,7 +317,7 @@ class EngineLoop:
         """The next event of a sequence whose tokens are all computed."""
         sampling = sequence.request.sampling
         if (draw is not None and draw.token_id is None) or _has_nan(sequence):
-            return NonFiniteLogits("The model produced a value that is not finite for this request.")
+            return _not_finite(sequence)
         token_ids: tuple[int, ...] = ()
         logprobs: tuple[TokenLogprob, ...] = ()
         if draw is not None and draw.token_id is not None:
@@ -357,6 +357,13 @@ class EngineLoop:
 
     def _fail(self, sequences: Sequence[TokenSequence], error: EngineError) -> None:
         self._emit([(sequence, error) for sequence in sequences if sequence.request_id in self._sequences])
+
+
+def _not_finite(sequence: TokenSequence) -> EngineError:
+    """An adapter's fault, where there is one: the self-test has seen the base model compute finite values."""
+    if sequence.request.adapter is not None:
+        return AdapterRefused("With this adapter the model computes NaN or infinity: its values are too large.")
+    return NonFiniteLogits("The model produced a value that is not finite for this request.")
 
 
 def _has_nan(sequence: TokenSequence) -> bool:

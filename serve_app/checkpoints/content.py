@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Final
 
 from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE, combined_digest
-from engines.lora.format.tensor_file import MAX_HEADER_BYTES, TensorFileError, TensorFileTruncated, parse_header
+from engines.lora.format.tensor_file import MAX_HEADER_BYTES, TensorFileError, TensorFileTruncated, header_extent
 from serve_app.checkpoints.metadata import (
     METADATA_FILE,
     BadField,
@@ -188,13 +188,13 @@ class Reader:
         head = read_at(self.folder.files[WEIGHTS_FILE], _HEAD_BYTES)
         try:
             try:
-                extent = parse_header(head).extent
+                extent = header_extent(head)
             except TensorFileTruncated as exc:
                 if exc.needed > size:
                     raise
                 if exc.needed > max_header_bytes:
                     return
-                extent = parse_header(read_at(self.folder.files[WEIGHTS_FILE], exc.needed)).extent
+                extent = header_extent(read_at(self.folder.files[WEIGHTS_FILE], exc.needed))
         except TensorFileTruncated as exc:
             raise self._incomplete(f"{WEIGHTS_FILE} has {size} bytes, and its header alone {exc.needed}.") from exc
         except TensorFileError as exc:

@@ -95,6 +95,8 @@ class PairBuilder:
         path = self.resolver.resolve(pair.path)
         if pair.is_empty:
             return
+        if any(matrix.ndim not in (2, 3) or not matrix.numel() for matrix in (pair.A, pair.B)):
+            raise _refused(pair, f"has the shapes {list(pair.A.shape)} and {list(pair.B.shape)}, which are no matrices")
         if path is not None and path in self._targets.experts:
             self._add_parameter(pair, path)
         elif pair.depth:

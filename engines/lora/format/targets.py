@@ -71,6 +71,14 @@ class LoraTargets:
     head: str | None
     row_sums: Mapping[str, tuple[torch.dtype, torch.Tensor]]
 
+    @property
+    def max_tensors(self) -> int:
+        """How many tensors the file of an adapter can have: two for each place that a file may name, experts one by
+        one, and copies of the vocabulary matrices.
+        """
+        single = sum(self.targets[parts[0].path].num_experts for parts in self.parts.values())
+        return 2 * (len(self.targets) + len(self.parts) + single) + 2
+
     @classmethod
     def of(cls, model: "PreTrainedModel") -> Self:
         """Of an unmodified transformers model, on any device."""

@@ -3,10 +3,12 @@
     8 bytes: length of the header, little endian | header: JSON | the tensors' bytes, without gaps
 
 A parser of our own because the bytes are read once, hashed and parsed from the same memory; the safetensors package
-parses a path (which may hold something else by then) or copies every tensor. It accepts what that package accepts.
+parses a path (which may hold something else by then) or copies every tensor. It accepts what that package accepts, but
+for shapes that torch has no strides for.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ MAX_NAME_CHARACTERS: Final = 512
 # every request that is being decoded in the process.
 _MAX_ENTRY_CHARACTERS: Final = 4096
 _MAX_METADATA_CHARACTERS: Final = 1 << 20
+_MAX_BYTES: Final = 1 << 63
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -60,12 +63,31 @@ class TensorFile:
     extent: int
 
 
-def parse_header(head: Buffer) -> TensorFile:
-    """`head`: the file from its start, at least as far as the header goes.
+def parse_header(head: Buffer, max_tensors: int) -> TensorFile:
+    """`head`: the file from its start, at least as far as the header goes. `max_tensors`: work ends with the first one
+    more than that.
 
     Every tensor's extent fits its shape and dtype, and together they cover the data without gap or overlap. Raises
     `TensorFileTruncated` when `head` is too short, `TensorFileError` for everything else.
     """
+    length = _header_length(head)
+    tensors = dict[str, TensorEntry]()
+    for name, entry in _entries(head, length):
+        tensors[name] = entry
+        if len(tensors) > max_tensors:
+            raise TensorFileError(f"it holds more than {max_tensors} tensors, all that the base model has room for.")
+    return TensorFile(tensors, _extent(8 + length, {name: (entry.start, entry.end) for name, entry in tensors.items()}))
+
+
+def header_extent(head: Buffer) -> int:
+    """How many bytes the whole file must have. Checks and raises as `parse_header`, and keeps two numbers a tensor: a
+    hundred thousand objects would make Python's collector look at all others of the process, again and again.
+    """
+    length = _header_length(head)
+    return _extent(8 + length, {name: (entry.start, entry.end) for name, entry in _entries(head, length)})
+
+
+def _header_length(head: Buffer) -> int:
     if len(head) < 8:
         raise TensorFileTruncated(f"it ends in the header: {len(head)} bytes.", 8)
     length = int.from_bytes(head[:8], "little")
@@ -73,18 +95,26 @@ def parse_header(head: Buffer) -> TensorFile:
         raise TensorFileError(f"its header must have at most {MAX_HEADER_BYTES} bytes, not {length}.")
     if len(head) < 8 + length:
         raise TensorFileTruncated(f"it ends in the header: {len(head)} bytes of {8 + length}.", 8 + length)
-    entries = dict[str, TensorEntry]()
+    return length
+
+
+def _entries(head: Buffer, length: int) -> Iterator[tuple[str, TensorEntry]]:
+    names = set[str]()
     for name, value in _items(bytes(head[8 : 8 + length])):
-        if name in entries:
+        if name in names:
             raise TensorFileError(f"its header has {printable(name)} twice.")
+        names.add(name)
         if name != "__metadata__":
-            entries[name] = _entry(name, value, 8 + length)
-    position = 8 + length
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start != position:
+            yield name, _entry(name, value, 8 + length)
+
+
+def _extent(data_start: int, spans: Mapping[str, tuple[int, int]]) -> int:
+    position = data_start
+    for name, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+        if start != position:
             raise TensorFileError(f"its tensors overlap or leave a gap at byte {position}, before {printable(name)}.")
-        position = entry.end
-    return TensorFile(entries, position)
+        position = end
+    return position
 
 
 def printable(name: str) -> str:
@@ -148,17 +178,20 @@ def _entry(name: str, value: object, data_start: int) -> TensorEntry:
     if len(name) > MAX_NAME_CHARACTERS:
         raise TensorFileError(f"the name {printable(name)} has more than {MAX_NAME_CHARACTERS} characters.")
     match value:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, end]}:
             pass
         case _:
             raise TensorFileError(f"the header's entry of {printable(name)} is not a dtype, a shape and two offsets.")
     if dtype not in DTYPE_BYTES:
         raise TensorFileError(f"{printable(name)} has the unknown dtype {printable(dtype)}.")
-    size = DTYPE_BYTES[dtype]
-    for dimension in shape:
-        if type(dimension) is not int or not 0 <= dimension < 1 << 48 or len(shape) > 8:
-            raise TensorFileError(f"{printable(name)} has the shape {shape!r:.100}.")
-        size *= dimension
-    if not 0 <= start <= end or end - start != size:
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end < _MAX_BYTES:
+        raise TensorFileError(f"{printable(name)} has the data_offsets {[start, end]!r:.100}.")
+    if len(shape) > 8 or not all(type(dimension) is int and 0 <= dimension < _MAX_BYTES for dimension in shape):
+        raise TensorFileError(f"{printable(name)} has the shape {shape!r:.100}.")
+    # A zero among the dimensions does not help: torch multiplies the others for the strides.
+    if math.prod(dimension or 1 for dimension in shape) * DTYPE_BYTES[dtype] >= _MAX_BYTES:
+        raise TensorFileError(f"{printable(name)} has the shape {shape!r:.100}, whose product is over 2^63.")
+    size = math.prod(shape) * DTYPE_BYTES[dtype]
+    if end - start != size:
         raise TensorFileError(f"{printable(name)} has {end - start} bytes, not the {size} of {dtype} {shape!r:.100}.")
     return TensorEntry(dtype, tuple(shape), data_start + start, data_start + end)

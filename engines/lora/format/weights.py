@@ -51,7 +51,7 @@ def read_adapter(adapter: Adapter, targets: LoraTargets, *, max_rank: int, max_b
     if adapter_digest(config_bytes, weights) != adapter.digest:
         raise AdapterChanged("The checkpoint's files changed while they were being loaded.")
     config = parse_config(config_bytes)
-    header = _header(weights)
+    header = _header(weights, targets.max_tensors)
     tensors = _tensors(weights, header)
     builder = PairBuilder(targets, config, max_rank)
     for pair in _pairs(tensors, builder, targets):
@@ -68,9 +68,9 @@ def _refused(message: str) -> AdapterRefused:
     return AdapterRefused(f"{WEIGHTS_FILE}: {message}")
 
 
-def _header(weights: bytearray) -> TensorFile:
+def _header(weights: bytearray, max_tensors: int) -> TensorFile:
     try:
-        header = parse_header(memoryview(weights))
+        header = parse_header(memoryview(weights), max_tensors)
     except TensorFileError as exc:
         raise _refused(str(exc)) from exc
     if header.extent != len(weights):

@@ -1,7 +1,10 @@
 """Folders and files made to lead the store astray."""
 
+import gc
+import json
 import os
 import socket
+import struct
 import threading
 from pathlib import Path
 
@@ -225,3 +228,29 @@ def test_no_descriptor_is_left_open(root: Path) -> None:
                 except (CheckpointNotFound, InvalidRequest):
                     continue
         assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def _header(tensors: dict[str, object]) -> bytes:
+    text = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+def test_a_shape_that_overflows_is_refused_before_any_engine_sees_it(root: Path) -> None:
+    entry = {"dtype": "F32", "shape": [1 << 40, 1 << 40, 0], "data_offsets": [0, 0]}
+    write(root, {CONFIG_FILE: config(), WEIGHTS_FILE: _header({"a": entry})})
+    with pytest.raises(CheckpointRefused) as refusal:
+        resolve(root, clock=later())
+    assert str(refusal.value) == (
+        f"The checkpoint {PATH} cannot be served: adapter_model.safetensors: 'a' has the shape [1099511627776, "
+        "1099511627776, 0], whose product is over 2^63."
+    )
+
+
+def test_a_long_header_is_checked_without_an_object_for_each_tensor(root: Path) -> None:
+    """Objects would have Python's collector look at everything else in the process."""
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    contents = {CONFIG_FILE: config(), WEIGHTS_FILE: _header({f"t{i}": entry for i in range(100_000)})}
+    write(root, contents)
+    collections = gc.get_stats()[2]["collections"]
+    assert resolve(root, clock=later()).digest == digest(contents)
+    assert gc.get_stats()[2]["collections"] - collections <= 1
