@@ -15,7 +15,7 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 AttentionName = Literal["auto", "sdpa", "native", "triton", "varlen", "flashinfer"]
 
 Count = Annotated[int, Ge(1), Le(1 << 31)]
-Bytes = Annotated[int, Ge(1)]
+Bytes = Annotated[int, Ge(1), Le(1 << 44)]
 StepTokens = Annotated[int, Ge(1), Le(1 << 20)]
 Text = Annotated[str, MinLen(1)]
 Seconds = Annotated[float, Gt(0), Le(7 * 86400)]

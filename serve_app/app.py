@@ -44,7 +44,7 @@ class Gate:
 
 
 def api(args: dict[str, object]) -> Application:
-    """The ingress; `args` as in `api_config.ApiArgs`."""
+    """The ingress; `args` as in `config.api.ApiArgs`."""
     with _readable_errors():
         parsed = parse_api_args(args)
     options = {
@@ -64,7 +64,7 @@ def api(args: dict[str, object]) -> Application:
 
 
 def model(args: dict[str, object]) -> Application:
-    """One base model; `args` as in `model_config.ModelArgs`."""
+    """One base model; `args` as in `config.model.ModelArgs`."""
     with _readable_errors():
         parsed = parse_model_args(args)
     engine = serve.deployment(Replica).options(
@@ -77,7 +77,7 @@ def model(args: dict[str, object]) -> Application:
             "request_router_kwargs": {
                 "capacity": parsed.capacity,
                 "load_factor": parsed.load_factor,
-                "least_busy": parsed.least_busy,
+                "load_floor": parsed.load_floor,
             },
             "request_routing_stats_period_s": _ROUTING_STATS_PERIOD_S,
             "initial_backoff_s": 0.005,

@@ -3,11 +3,16 @@
 import json
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
+from itertools import islice
 from typing import Final
 
 from pydantic_core import ErrorDetails
 
 _SHOWN_CHARACTERS = 80
+_COMPARED_CHARACTERS = 200
+_COMPARED_NAMES = 200  # 25 ms
+_ALIKE = 0.7  # of 1: "sauce" and "source" are
 # Fields that hold text of a conversation, or a secret; also those that a caller may take for one of them.
 _PRIVATE: Final = frozenset(
     {"content", "text", "prompt", "prompt_chunks", "tokens", "reasoning_content"}
@@ -54,6 +59,14 @@ class Complaint(ValueError):
         self.predicate = predicate
         self.value = value
         self.suffix = suffix
+
+
+def near(name: str, known: Iterable[str], *, most: int = 3) -> str:
+    """A sentence that asks for what is written alike, whatever the case, with a space before it; or nothing."""
+    by_lower = {each.lower(): each for each in islice(known, _COMPARED_NAMES)}
+    asked = name.lower()[:_COMPARED_CHARACTERS]
+    found = [asked] if asked in by_lower else get_close_matches(asked, by_lower, n=most, cutoff=_ALIKE)
+    return f" Did you mean {' or '.join(repr(by_lower[each]) for each in found)}?" if found else ""
 
 
 def path_of(location: Iterable[int | str]) -> str:

@@ -1,5 +1,6 @@
 """The ingress deployment: the HTTP application in a Serve replica, and its way to models and checkpoints."""
 
+import asyncio
 import logging
 
 import ray
@@ -31,6 +32,7 @@ class Ingress:
         self._args = args
         self._watch = ReadinessWatch(REPLICA_REPORTS, read_statuses)
         self._listener: Listener | None = None
+        self._changes: set[asyncio.Task[None]] = set()
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         if self._args.transport == "channel":
@@ -50,7 +52,16 @@ class Ingress:
         return build_http_app(self._service)
 
     async def reconfigure(self, user_config: object) -> None:
-        """Never raises: Serve would take the ingress down, also one that has a good configuration."""
+        """Never raises: Serve would take the ingress down, also one that serves. While it serves, this returns before
+        all is loaded: Serve hands over the next configuration only then, and that one may revoke a key.
+        """
+        change = asyncio.create_task(self._take_over(user_config))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        if not self._service.has_served:
+            await change
+
+    async def _take_over(self, user_config: object) -> None:
         await self._service.reconfigure(user_config)
         apps = {model.config.app for model in self._service.settings.catalog.models.values()}
         # The first question starts what answers it, so that readiness is known before anybody asks.
@@ -58,14 +69,16 @@ class Ingress:
 
     def check_health(self) -> None:
         """Serve calls this once `reconfigure` has returned, before a replica counts as running, and every second.
-        One that has no configuration knows no keys: it would tell every caller that theirs is wrong. Raises
-        `ConfigRefused`, which is then why the deployment failed.
+        One that never had a key would tell every caller that theirs is wrong. Raises `ConfigRefused`, which is then why
+        the deployment failed.
         """
         REPLICA_REPORTS.controller_called()
         self._service.require_configuration()
 
     async def __del__(self) -> None:
         """Serve awaits this once the requests are finished or out of time."""
+        for change in self._changes:
+            change.cancel()
         await self._replicas.close()
         await self._watch.close()
         if self._listener is not None:

@@ -5,13 +5,14 @@ One update costs 6 to 7 µs, so the ingress counts per request and a replica onc
 the engine or the store bears the name of the field that it exports.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ray.serve import metrics
 
 from engines.protocol import EngineStats
+from serve_app.config.refusal import SECTIONS, Refusal
 
 if TYPE_CHECKING:  # replicas count too, and have no use for the catalogue and renderers behind a record
     from serve_app.api.record import RequestRecord
@@ -141,7 +142,7 @@ class IngressMetrics:
             "roundhouse_adapter_completion_tokens", "Sampled tokens by adapter.", of_adapter
         )
         self._config_error = exporter.gauge(
-            "roundhouse_config_error", "1 while the configuration that was deployed last is refused."
+            "roundhouse_config_error", "Parts of the last configuration that were refused, by section.", ("section",)
         )
         self._labels = AdapterLabels()
         self._num_running = 0
@@ -174,8 +175,9 @@ class IngressMetrics:
             self._adapter_requests.inc(1, of_adapter)
             _add(self._adapter_tokens, record.completion_tokens, of_adapter)
 
-    def config_checked(self, error: str | None) -> None:
-        self._config_error.set(0 if error is None else 1)
+    def config_checked(self, refusals: Sequence[Refusal]) -> None:
+        for section in SECTIONS:
+            self._config_error.set(sum(refusal.section == section for refusal in refusals), {"section": section})
 
 
 STORE_COUNTERS: Mapping[str, str] = {

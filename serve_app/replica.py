@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from engines.fake import FakeEngine
 from engines.protocol import Engine, EngineStats, GenerateRequest, TokenDelta
-from serve_app.config.model import HealthLimits, ModelArgs
+from serve_app.config.model import EngineUserConfig, ModelArgs
 from serve_app.explain import explain
 from serve_app.logs import join_serve_logs
 from serve_app.metrics import EngineMetrics
@@ -94,7 +94,7 @@ class Replica:
     def reconfigure(self, user_config: Mapping[str, object]) -> None:
         """Take over other health limits while running. Never raises: Serve would take all replicas down."""
         try:
-            self._limits = HealthLimits.model_validate(user_config)
+            self._limits = EngineUserConfig.model_validate(user_config)
         except ValidationError as exc:
             logger.error("user_config is refused: %s", explain(exc.errors()[0], "user_config")[1])
 

@@ -6,13 +6,13 @@ A key is 256 random bits, so its SHA-256 cannot be searched for and needs no sal
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from types import MappingProxyType
 
-from serve_app.config.service import KeyConfig, KeyLimits, LimitsConfig, is_expired, key_digest
-from serve_app.errors import ConfigRefused, NotAuthenticated
+from serve_app.config.keys import KeyConfig, KeyLimits, is_expired
+from serve_app.config.service import LimitsConfig
+from serve_app.errors import NotAuthenticated
 
 _KEY_PREFIX = "rh-"
 _KEY_BYTES = 32
@@ -38,20 +38,12 @@ class _Key:
 class Keyring:
     """The keys of one configuration."""
 
-    def __init__(
-        self,
-        keys: Iterable[KeyConfig],
-        limits: LimitsConfig,
-        *,
-        more_variables: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """`more_variables`: as in `key_digest`. Raises `ConfigRefused`: a key cannot be read, or two are the same."""
-        self._keys: dict[bytes, _Key] = {}
-        for config in keys:
-            digest = key_digest(config, more_variables)
-            if digest in self._keys:
-                raise ConfigRefused(f"The keys {self._keys[digest].config.name!r} and {config.name!r} are the same.")
-            self._keys[digest] = _Key(digest, config, _caller(config, limits.per_key))
+    def __init__(self, keys: Mapping[bytes, KeyConfig], limits: LimitsConfig) -> None:
+        """`keys` by their SHA-256."""
+        self._keys = {digest: _Key(digest, config, _caller(config, limits.per_key)) for digest, config in keys.items()}
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def authenticate(self, authorization: str | None, now: datetime) -> Caller:
         """The caller behind an `Authorization` header, decoded as Latin-1. Raises `NotAuthenticated`."""
@@ -81,5 +73,5 @@ def hash_key(key: str) -> bytes:
 
 def _caller(config: KeyConfig, defaults: KeyLimits) -> Caller:
     models = None if config.models is None else frozenset(config.models)
-    own = config.limits.model_dump(exclude_unset=True)
-    return Caller(config.name, models, config.owner, defaults.model_copy(update=own))
+    limits = KeyLimits(**defaults.model_dump() | config.limits.model_dump(exclude_unset=True))
+    return Caller(config.name, models, config.owner, limits)

@@ -1,11 +1,13 @@
 """What is recorded of each request, and for whom: metrics, logs and billing read it, nothing of the text is in it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from serve_app.api.reply import Reply
 from serve_app.catalog.catalog import ResolvedModel
+from serve_app.config.refusal import Refusal
 
 _MAX_ASKED_CHARACTERS = 512
 
@@ -80,8 +82,8 @@ class Recorder(Protocol):
 
     def request_ended(self, record: RequestRecord) -> None: ...
 
-    def config_checked(self, error: str | None) -> None:
-        """After every configuration: None when it was taken over."""
+    def config_checked(self, refusals: Sequence[Refusal]) -> None:
+        """After every configuration: what of it was not taken over."""
 
 
 class NullRecorder:
@@ -93,5 +95,5 @@ class NullRecorder:
     def request_ended(self, record: RequestRecord) -> None:
         del record
 
-    def config_checked(self, error: str | None) -> None:
-        del error
+    def config_checked(self, refusals: Sequence[Refusal]) -> None:
+        del refusals

@@ -124,9 +124,9 @@ def _options(body: SamplingFields, limits: LimitsConfig, *, logprobs: int | None
         raise InvalidRequest("stream_options needs stream to be true, got stream_options without it.", "stream_options")
     strings = body.stop.strings if body.stop is not None else ()
     for string in strings:
-        if len(string) > limits.stop_length:
+        if len(string) > limits.stop_characters:
             raise InvalidRequest(
-                f"Each string of stop must have at most {limits.stop_length} characters, got {len(string)}.", "stop"
+                f"Each string of stop must have at most {limits.stop_characters} characters, got {len(string)}.", "stop"
             )
     return ReplyOptions(
         stream=bool(body.stream),

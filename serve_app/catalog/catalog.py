@@ -1,6 +1,6 @@
 """What is served: from the `model` of a request, and who asks, to the model, its context length and the adapter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,9 @@ from renderers.base import Renderer
 from serve_app.access.auth import Caller
 from serve_app.catalog.checkpoint_templates import OwnTemplates
 from serve_app.catalog.served_model import ServedModel
-from serve_app.errors import InvalidRequest, ModelNotFound
+from serve_app.config.base_names import BaseNames
+from serve_app.errors import CheckpointUnavailable, InvalidRequest, ModelNotFound
+from serve_app.explain import near
 from serve_app.model_id import BaseModelId, CheckpointPath, parse
 
 
@@ -90,12 +92,12 @@ class ResolvedModel:
 
 
 class Catalog:
-    """The models of one configuration. Without a store (`checkpoints` None) no checkpoint exists."""
+    """The models that are served. Without a store (`checkpoints` None) no checkpoint can be looked up."""
 
     def __init__(self, models: Mapping[str, ServedModel], checkpoints: Checkpoints | None) -> None:
         self.models = models
-        self._checkpoints = checkpoints
-        self._known_as = {name: model for model in models.values() for name in _names(model)}
+        self.checkpoints = checkpoints
+        self._base_names = BaseNames([model.config for model in models.values()])
         self._own_templates = OwnTemplates()
 
     @property
@@ -108,21 +110,19 @@ class Catalog:
 
     async def checkpoints_of(self, caller: Caller) -> tuple[list[ListedCheckpoint], bool]:
         """Those that the caller may use, and whether these are all."""
-        if self._checkpoints is None:
-            return [], True
-        listing = await self._checkpoints.list(caller.owner)
+        if self.checkpoints is None:
+            return [], False
+        listing = await self.checkpoints.list(caller.owner)
         mine = [checkpoint for checkpoint in listing.checkpoints if self._may_sample(caller, checkpoint.base_model)]
         return mine, listing.is_complete
 
     def base_id(self, trained_on: str | None) -> str | None:
         """The id of the served model that a checkpoint calls its base; None when it names none."""
-        model = None if trained_on is None else self._trained_on(trained_on)
-        return None if model is None else model.id
+        return None if trained_on is None else next((model.id for model in self._meant_by(trained_on)), None)
 
     def _may_sample(self, caller: Caller, trained_on: str | None) -> bool:
         """Whether a checkpoint that was trained on this can be sampled; one that does not tell can, on a named base."""
-        model = None if trained_on is None else self._trained_on(trained_on)
-        return trained_on is None or (model is not None and _may_use(caller, model))
+        return trained_on is None or any(_may_use(caller, model) for model in self._meant_by(trained_on))
 
     async def resolve(self, requested: str, caller: Caller) -> ResolvedModel:
         """Raises `InvalidRequest`, `ModelNotFound` or a `CheckpointError`."""
@@ -140,23 +140,27 @@ class Catalog:
 
     def _base(self, base: BaseModelId, caller: Caller) -> tuple[ServedModel, int]:
         model = self.models.get(base.name)
-        if model is None or not _may_use(caller, model):
-            raise _not_found(str(base))
-        if base.variant is None:
-            return model, model.context_length
-        context_length = model.config.variants.get(base.variant)
-        if context_length is None:
-            raise _not_found(str(base))
-        return model, context_length
+        if model is not None and _may_use(caller, model):
+            if base.variant is None:
+                return model, model.context_length
+            context_length = model.config.variants.get(base.variant)
+            if context_length is not None:
+                return model, context_length
+        raise _not_found(str(base), near(str(base), map(str, self._names_for(caller))))
+
+    def _names_for(self, caller: Caller) -> Iterator[BaseModelId]:
+        for model in self.visible_to(caller):
+            yield BaseModelId(model.id)
+            yield from (BaseModelId(model.id, variant) for variant in model.config.variants)
 
     async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> ResolvedCheckpoint:
-        if self._checkpoints is None:
-            raise _not_found(str(path))
-        return await self._checkpoints.resolve_for(path, caller.owner)
+        if self.checkpoints is None:
+            raise CheckpointUnavailable("There is no store of checkpoints: the configuration of it was refused.")
+        return await self.checkpoints.resolve_for(path, caller.owner)
 
-    def _trained_on(self, name: str) -> ServedModel | None:
-        """The model that a checkpoint calls its base."""
-        return self._known_as.get(name) or self._known_as.get(name.partition(":")[0])
+    def _meant_by(self, name: str) -> list[ServedModel]:
+        """The models that a checkpoint may call its base by this name, the likeliest first."""
+        return [self.models[config.id] for config in self._base_names.meant_by(name)]
 
     def _base_of(
         self,
@@ -170,19 +174,25 @@ class Catalog:
             if named is None:
                 raise InvalidRequest(f"The checkpoint {path} does not tell its base: use '<base>;{path}'.", "model")
             return named
-        own = self._trained_on(trained_on)
-        if own is not None and not _may_use(caller, own):
+        meant = self._meant_by(trained_on)
+        usable = [model for model in meant if _may_use(caller, model)]
+        if meant and not usable:
             raise _not_found(str(path))  # what it was trained on is nothing for this caller to know
-        if named is not None and named[0] is not own:
-            raise InvalidRequest(
-                f"The checkpoint {path} was trained on {trained_on!r}, not on {named[0].id!r}.", "model"
-            )
-        if own is None:
-            raise ModelNotFound(f"The base {trained_on!r} of the checkpoint {path} is not served.", "model")
         if named is not None:
+            if named[0] not in meant:
+                remedy = "" if meant else f" {_NAME_THE_BASE}"
+                sentence = f"The checkpoint {path} was trained on {trained_on!r}, not on {named[0].id!r}.{remedy}"
+                raise InvalidRequest(sentence, "model")
             return named
+        if not meant:
+            sentence = f"The base {trained_on!r} of the checkpoint {path} is not served. {_NAME_THE_BASE}"
+            raise ModelNotFound(sentence, "model")
+        if len({model.config.weights for model in meant}) > 1:
+            ids = " or ".join(repr(model.id) for model in usable)
+            sentence = f"The base {trained_on!r} of the checkpoint {path} may be {ids}: use '<base>;{path}'."
+            raise InvalidRequest(sentence, "model")
         variant = trained_on.partition(":")[2]
-        return own, own.config.variants.get(variant, own.context_length)
+        return usable[0], usable[0].config.variants.get(variant, usable[0].context_length)
 
     async def _renderer(self, model: ServedModel, checkpoint: ResolvedCheckpoint) -> Renderer | None:
         """With the checkpoint's own template, if the catalogue lets it bring one."""
@@ -192,14 +202,15 @@ class Catalog:
         return await self._own_templates.renderer(model, template)
 
 
-def _names(model: ServedModel) -> tuple[str, ...]:
-    """What checkpoints may call this base."""
-    return (model.config.source, *model.config.also_known_as, model.id)
+_NAME_THE_BASE = (
+    'Write the id of the served model as "base_model" into its checkpoint.json, '
+    "or its name for the base into also_known_as of that model in config.yaml."
+)
 
 
 def _may_use(caller: Caller, model: ServedModel) -> bool:
     return caller.models is None or model.id in caller.models
 
 
-def _not_found(name: str) -> ModelNotFound:
-    return ModelNotFound(f"The model {name!r} does not exist, or this key may not use it.", "model")
+def _not_found(name: str, hint: str = "") -> ModelNotFound:
+    return ModelNotFound(f"The model {name!r} does not exist, or this key may not use it.{hint}", "model")

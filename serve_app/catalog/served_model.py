@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from renderers import registry
 from renderers.base import Renderer
 from renderers.replies.detokenize import DecoderUnknown, TokenTable, token_table
+from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.paths import resolve_source
-from serve_app.config.service import ModelConfig
 from serve_app.errors import ConfigRefused
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class ServedModel:
 def load_model(config: ModelConfig) -> ServedModel:
     """Raises `ConfigRefused` with one sentence."""
     source = resolve_source(config.source)
+    if source.startswith("/") and not Path(source).exists():
+        raise ConfigRefused(f"The source of the model {config.id!r} does not exist: {source!r}.")
     tokenizer = _load_tokenizer(config, source)
     facts = _read_json(source, "config.json", config.revision)
     takes_images = isinstance(facts.get("vision_config"), dict)

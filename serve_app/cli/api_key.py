@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from serve_app.config.deploy import DEMO_KEY
+from serve_app.config.keys import DEMO_KEY
 from serve_app.errors import ConfigRefused
 
 VARIABLE = "ROUNDHOUSE_API_KEY"

@@ -10,10 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.lora.format.weights import LoraTargets, read_adapter
 from serve_app.checkpoints import Checkpoint, CheckpointStore
+from serve_app.config.base_names import BaseNames
+from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.deploy import DeployConfig
 from serve_app.config.model import ModelArgs
 from serve_app.config.paths import resolve_source
-from serve_app.config.service import ModelConfig
 from serve_app.errors import ConfigRefused
 from serve_app.model_id import CheckpointPath
 
@@ -60,10 +61,10 @@ async def _store(config: DeployConfig) -> AsyncIterator[CheckpointStore]:
 
 def _base(config: DeployConfig, checkpoint: Checkpoint, model_id: str | None) -> tuple[ModelConfig, ModelArgs]:
     assert config.service is not None
-    wanted = model_id or (checkpoint.base_model or "").partition(":")[0]
-    for model in config.service.models:
+    wanted = model_id or checkpoint.base_model or ""
+    for model in BaseNames(config.service.models).meant_by(wanted):
         args = config.apps[model.app]
-        if wanted in (model.id, model.source, *model.also_known_as) and isinstance(args, ModelArgs):
+        if isinstance(args, ModelArgs):
             return model, args
     raise ConfigRefused(f"The base {wanted!r} of the checkpoint is none of the models served; name one with --model.")
 

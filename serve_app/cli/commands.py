@@ -4,25 +4,28 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from engines.errors import EngineError
 from renderers.base import RenderError
-from serve_app.access.auth import Keyring, hash_key, new_key
+from serve_app.access.auth import hash_key, new_key
 from serve_app.cli.api_key import VARIABLE, read_api_key
+from serve_app.cli.check import check
 from serve_app.cli.client import Client, ServiceRefused
 from serve_app.cli.conversation import converse
 from serve_app.cli.launch import LaunchFailed, up
 from serve_app.cli.output import say
-from serve_app.config.deploy import DEMO_KEY, DeployConfig, load_deploy_config
-from serve_app.config.service import KeyConfig, KeyLimits, ServiceConfig
+from serve_app.config.deploy import load_deploy_config
+from serve_app.config.keys import DEMO_KEY, KeyConfig, KeyLimits
+from serve_app.config.options_page import options_page
+from serve_app.config.refusal import refusals
+from serve_app.config.service import ServiceConfig
 from serve_app.errors import ConfigRefused, ServiceError
-from serve_app.explain import explain
 from serve_app.model_id import parse_checkpoint_path
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -51,21 +54,26 @@ def _complain(exc: Exception, status: int) -> int:
 
 
 def _up(options: argparse.Namespace) -> None:
-    up(_checked(options.config).bound_to(options.host, options.port), options.config)
+    up(check(options.config).bound_to(options.host, options.port), options.config)
 
 
 def _deploy(options: argparse.Namespace) -> None:
     # Imported late, as below: Ray takes a second.
     from serve_app.cli.deployment import Cluster
 
-    config = _checked(options.config).bound_to(options.host, options.port)
+    config = check(options.config).bound_to(options.host, options.port)
     cluster = Cluster.of_service(config.port) if options.address is None else Cluster(options.address)
     cluster.deploy(config)
 
 
 def _check(options: argparse.Namespace) -> None:
-    config = _checked(options.config)
+    config = check(options.config)
     say(f"{options.config} is in order: {', '.join(config.model_ids) or 'no models'}.")
+
+
+def _options(options: argparse.Namespace) -> None:
+    del options
+    sys.stdout.write(options_page())
 
 
 def _new_key(options: argparse.Namespace) -> None:
@@ -83,7 +91,7 @@ def _new_key(options: argparse.Namespace) -> None:
     try:
         KeyConfig.model_validate(given)
     except ValidationError as exc:
-        raise ConfigRefused(explain(exc.errors()[0], "The key")[1]) from exc
+        raise ConfigRefused(refusals(exc, KeyConfig, "The key")[0].sentence) from exc
     say(f"The key, shown this once: {key}")
     lines = yaml.safe_dump([given], sort_keys=False, allow_unicode=True).rstrip()
     say(f"Under user_config.keys in config.yaml:\n{lines}")
@@ -154,32 +162,6 @@ def _service(options: argparse.Namespace) -> ServiceConfig:
     return service
 
 
-def _checked(path: Path) -> DeployConfig:
-    """As `load_deploy_config`, and as Serve itself checks it; the keys can be read, as far as this machine tells."""
-    from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
-
-    config = load_deploy_config(path)
-    # Serve ignores what it does not know, so that a misspelt key would go unnoticed.
-    _require_known(config.raw, ServeDeploySchema, "")
-    for index, application in enumerate(config.raw["applications"]):
-        _require_known(application, ServeApplicationSchema, f"applications[{index}].")
-    try:
-        ServeDeploySchema.model_validate(config.raw)
-    except ValidationError as exc:
-        sentences = {explain(error, str(path))[1] for error in exc.errors()}
-        raise ConfigRefused("\n".join(sorted(sentences))) from exc
-    if config.service is not None:
-        # Nobody is let in by what is never read: the ingress would refuse the whole configuration.
-        Keyring(config.service.keys, config.service.limits, more_variables=config.ingress_variables)
-    return config
-
-
-def _require_known(section: Mapping[str, object], schema: type[BaseModel], where: str) -> None:
-    for name in section:
-        if name not in schema.model_fields:
-            raise ConfigRefused(f"{where}{name} is not a key of Serve, which has {', '.join(schema.model_fields)}.")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m serve_app", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -196,6 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--address", metavar="URL", help="the dashboard of another cluster than that of `up`")
 
     _add_config(_add(commands, "check", _check, "check a config.yaml without starting anything"))
+
+    _add(commands, "options", _options, "every option of a config.yaml, with its range and default")
 
     keys = _add_group(commands, "keys", "API keys")
     command = _add(keys, "new", _new_key, "make a key, and the lines of config.yaml that let it in")

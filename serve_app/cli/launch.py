@@ -23,7 +23,8 @@ from serve_app.cli.output import say
 from serve_app.cli.processes import adopt_orphans, end_descendants, end_with_parent
 from serve_app.cli.run_folder import RunFolder
 from serve_app.cli.serve_log import deploy_failure, last_exception
-from serve_app.config.deploy import DEMO_KEY, DeployConfig, free_port, require_free
+from serve_app.config.deploy import DeployConfig, free_port, require_free
+from serve_app.config.keys import DEMO_KEY
 
 DRIVER = (sys.executable, "-m", "serve_app.cli.driver")
 RAY_DID_NOT_START = 75

@@ -8,7 +8,8 @@ from serve_app.api.schema.sampling import parse_body
 from serve_app.api.validate import validate_chat
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.catalog.served_model import ServedModel, load_model
-from serve_app.config.service import ModelConfig, ServiceConfig
+from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.service import ServiceConfig
 from serve_app.errors import ConfigRefused
 
 

@@ -1,37 +1,37 @@
-"""The `args` of the `api` application in config.yaml: how the ingress runs. What it serves is its `user_config`
-(`config.py`), which can change without a restart.
-
-    args:
-      replicas: 1                  # ingress processes
-      cpus_per_replica: 0.25       # what Ray reserves
-      max_ongoing_requests: 4096   # per ingress process; more are refused (503)
-      transport: channel           # how tokens come from the replicas: the side channel, or serve: Ray Serve's streams
-      channel_host: null           # the address that replicas reach this process by; null: its address in the cluster
-      no_replica_timeout_s: 10     # how long a request waits for a replica while none is up; then 503
-      graceful_shutdown_timeout_s: 900   # how long an ingress that stops may finish its requests
+"""The `args` of the `api` application in config.yaml: how the ingress runs. A change restarts it. What it serves is its
+`user_config` (`service.py`), which can change without a restart.
 """
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from annotated_types import Ge, Le
+from pydantic import ValidationError
+from typing_extensions import Doc
 
-from serve_app.config.service import Count, NonEmptyText, Seconds
+from serve_app.config.refusal import refusals
+from serve_app.config.section import Count, Cpus, Seconds, Section, Text
 from serve_app.errors import ConfigRefused
-from serve_app.explain import explain
 
 
-class ApiArgs(BaseModel):
+class ApiArgs(Section):
     """How the ingress runs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
-
-    replicas: Annotated[int, Field(ge=1, le=1000)] = 1
-    cpus_per_replica: Annotated[float, Field(ge=0, le=1024, strict=False)] = 0.25
-    max_ongoing_requests: Count = 4096
-    transport: Literal["channel", "serve"] = "channel"
-    channel_host: NonEmptyText | None = None
-    no_replica_timeout_s: Seconds = 10.0
-    graceful_shutdown_timeout_s: Seconds = 900.0
+    replicas: Annotated[int, Ge(1), Le(1000), Doc("Ingress processes.")] = 1
+    cpus_per_replica: Annotated[Cpus, Doc("CPUs that Ray reserves for each.")] = 0.25
+    max_ongoing_requests: Annotated[Count, Doc("Most requests in one ingress; more are refused (503).")] = 4096
+    transport: Annotated[
+        Literal["channel", "serve"],
+        Doc("How tokens reach the ingress: a TCP side channel, or Ray Serve's own streams, which cost more."),
+    ] = "channel"
+    channel_host: Annotated[
+        Text | None, Doc("Address at which replicas reach the ingress; null: its address in the cluster.")
+    ] = None
+    no_replica_timeout_s: Annotated[
+        Seconds, Doc("How long a request waits for a replica while none is up; then 503.")
+    ] = 10.0
+    graceful_shutdown_timeout_s: Annotated[Seconds, Doc("How long an ingress that stops may finish its requests.")] = (
+        900.0
+    )
 
 
 def parse_api_args(raw: object) -> ApiArgs:
@@ -39,4 +39,4 @@ def parse_api_args(raw: object) -> ApiArgs:
     try:
         return ApiArgs.model_validate(raw)
     except ValidationError as exc:
-        raise ConfigRefused(explain(exc.errors()[0], "args")[1]) from exc
+        raise ConfigRefused(refusals(exc, ApiArgs, "args")[0].sentence) from exc

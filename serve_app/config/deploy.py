@@ -17,16 +17,20 @@ from typing import Any
 import yaml
 
 from serve_app.config.api import ApiArgs, parse_api_args
+from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.images import ImageArgs, parse_image_args
+from serve_app.config.keys import DEMO_KEY
 from serve_app.config.model import ModelArgs, parse_model_args
 from serve_app.config.paths import resolve_source
 from serve_app.config.proxy import HEALTH_PORT, parse_proxy_config
-from serve_app.config.service import ModelConfig, ServiceConfig, parse_config
+from serve_app.config.service import ServiceConfig, parse_config
 from serve_app.errors import ConfigRefused
 
 API = "serve_app.app:api"
 MODEL = "serve_app.app:model"
+IMAGES = "serve_app.app:images"
 INGRESS = "ingress"
-DEMO_KEY = "roundhouse-demo"
+
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 _LAST_PORT = 65535
@@ -44,6 +48,7 @@ _HAPROXY_PORTS = (
 )
 """Ports that HAProxy mode takes besides the service's own."""
 
+AppArgs = ApiArgs | ModelArgs | ImageArgs
 Yaml = dict[str, Any]  # a file of Serve's, of which we know only our parts
 
 
@@ -54,7 +59,7 @@ class DeployConfig:
     """
 
     raw: Yaml
-    apps: Mapping[str, ApiArgs | ModelArgs]
+    apps: Mapping[str, AppArgs]
     service: ServiceConfig | None
     host: str
     port: int
@@ -119,7 +124,7 @@ class DeployConfig:
 def load_deploy_config(path: Path) -> DeployConfig:
     """Read and check a config.yaml. Raises `ConfigRefused` with one sentence for each thing that is wrong."""
     raw = _read(path)
-    apps: dict[str, ApiArgs | ModelArgs] = {}
+    apps: dict[str, AppArgs] = {}
     services: list[ServiceConfig] = []
     problems = list(_parse(raw["applications"], apps, services))
     try:
@@ -182,9 +187,7 @@ def _read(path: Path) -> Yaml:
     return raw
 
 
-def _parse(
-    applications: Sequence[object], apps: dict[str, ApiArgs | ModelArgs], services: list[ServiceConfig]
-) -> Iterator[str]:
+def _parse(applications: Sequence[object], apps: dict[str, AppArgs], services: list[ServiceConfig]) -> Iterator[str]:
     """Fill `apps` and `services`; yields what is wrong."""
     for index, application in enumerate(applications):
         if not isinstance(application, dict) or not isinstance(application.get("name"), str):
@@ -194,6 +197,8 @@ def _parse(
         try:
             if kind == MODEL:
                 apps[name] = parse_model_args(args)
+            elif kind == IMAGES:
+                apps[name] = parse_image_args(args)
             elif kind == API:
                 apps[name] = parse_api_args(args)
                 services.append(parse_config(_user_config(application)))
@@ -201,13 +206,15 @@ def _parse(
             yield f"applications[{index}] ({name}): {exc}"
 
 
-def _unserved(service: ServiceConfig, apps: Mapping[str, ApiArgs | ModelArgs]) -> Iterator[str]:
+def _unserved(service: ServiceConfig, apps: Mapping[str, AppArgs]) -> Iterator[str]:
     for model in service.models:
         args = apps.get(model.app)
         if isinstance(args, ModelArgs):
             yield from _contradictions(model, args)
         else:
             yield f"models: {model.id!r} is to run in the application {model.app!r}, which is not one of this file."
+    if service.images is not None and not isinstance(apps.get(service.images.app), ImageArgs):
+        yield f"images.app must be the image application of this file, got {service.images.app!r}."
 
 
 def _contradictions(model: ModelConfig, args: ModelArgs) -> Iterator[str]:

@@ -29,10 +29,15 @@ def resolve_source(source: str) -> str:
 
 
 def resolve_path(path: str) -> str:
-    """A path, absolute; a URL as it is. Raises `ConfigRefused` for a relative path without a project root."""
+    """A path, absolute; a URL as it is. Raises `ConfigRefused` for a relative path without a project root, and for the
+    home of nobody.
+    """
     if "://" in path:
         return path
-    expanded = Path(path).expanduser()
+    try:
+        expanded = Path(path).expanduser()
+    except RuntimeError as exc:
+        raise ConfigRefused(f"The path {path!r} starts in a home that is not there.") from exc
     if expanded.is_absolute():
         return str(expanded)
     root = project_root()

@@ -1,236 +1,215 @@
-"""What the ingress serves, as frozen values. Of the environment it reads the keys that are named here; besides, only
-`paths.py` reads it (`ROUNDHOUSE_ROOT`), and `launch.py` hands it on.
+"""What the ingress serves: the `user_config` of its deployment in config.yaml, which can change while it runs.
 
-`ServiceConfig` is the `user_config` of the ingress deployment in config.yaml. It can be replaced while the service
-runs. Unknown keys and bad values are refused with one sentence that names the path of the key and the value. Sizes are
-in bytes, times in seconds, lengths in tokens unless a name says otherwise. All that is set here, with its defaults:
-
-    user_config:
-      models:                                # the base models; required, at least one
-        - id: Qwen/Qwen3-8B                  # what clients put in `model`; required; no ":", ";", "/ep/" or spaces
-          app: qwen3-8b                      # the Serve application whose replicas run it; required
-          source: /models/qwen3-8b           # folder, .gguf file or hub id (tokenizer, template, config); required, the
-                                             # same as in the `args` of the application
-          revision: null                     # of a hub id: branch, tag or commit; the same as in `args`
-          renderer: null                     # a name of renderers/registry.py; null: found from tokenizer and template
-          context_length: null               # tokens, prompt and completion; null: max_position_embeddings of source,
-                                             # which is also the most; to be given if `args` give one, at most that
-          variants: {"peft:32768": 32768}    # "<id>:peft:32768" is this model with that context length, within the same
-                                             # bounds; default none
-          allow_checkpoint_chat_template: false  # whether a checkpoint's own chat_template.jinja is used; off: it is
-                                             # code that the owner of a checkpoint would run in this process
-          also_known_as: []                  # other names by which checkpoints call this base, such as a training path
-          owned_by: roundhouse               # shown by GET /models
-      checkpoints:
-        roots: [/checkpoints, "s3://b/runs"] # where tinker:// paths are looked up, in order; default none
-        cache_directory: null                # copies of remote checkpoints and of those in tar files, which the models
-                                             # read too: shared, with models on another machine than the ingress; null:
-                                             # a folder under the user's cache
-        cache_bytes: 53687091200             # bound of that folder
-      keys:                                  # who may call; default nobody
-        - name: ci                           # shown in logs and metrics; required, unique
-          sha256: 5e88…                      # exactly one of the three: the key's SHA-256 in hex,
-          env: CI_API_KEY                    # an environment variable of the ingress that holds the key,
-          file: /run/secrets/ci              # or a file that holds it; both are read when a user_config is taken over,
-                                             # which Serve does for one that changed, and at the start
-          models: null                       # base ids that it may use, checkpoints on them included; null: all
-          owner: alice                       # whose private checkpoints it may use; default none
-          expires_at: 2031-01-01T00:00:00Z   # default never
-          limits: {concurrency: 64}          # any of those of `limits.per_key`, for this key
-      limits:
-        body_bytes: 8388608                  # larger request bodies are refused (413)
-        bytes_in_flight: 268435456           # that the requests of all keys hold in one ingress; beyond: 503
-        body_timeout_s: 30                   # a body that takes longer is refused (400)
-        messages: 4096                       # per request
-        tools: 512                           # per request
-        stop_sequences: 256                  # per request
-        stop_length: 1024                    # characters of one stop string
-        logit_bias_entries: 1024             # per request
-        first_token_timeout_s: 120           # then 503
-        total_timeout_s: 3600                # then 503, or an error event in a stream
-        per_key:                             # null: no limit
-          concurrency: 256                   # requests at the same time
-          bytes_in_flight: 67108864          # that a key's requests hold in one ingress; beyond: 429
-          requests_per_minute: null
-          tokens_per_minute: null            # prompt and completion tokens: reserved when a request begins,
-                                             # settled when it ends
+Each key, each model, the limits and the checkpoints are read apart: what is good can be used, whatever else is wrong.
+`OPTIONS.md` lists every option.
 """
 
-import hashlib
-import os
-import re
 from collections.abc import Mapping
-from datetime import datetime
-from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Self
+from dataclasses import dataclass
+from typing import Annotated, Final, TypeVar
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from annotated_types import Ge
+from pydantic import Field, ValidationError
+from typing_extensions import Doc
 
+from serve_app.config.base_names import clashes
+from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.keys import KeyConfig, PerKeyLimits
+from serve_app.config.refusal import Location, Refusal, refusals
+from serve_app.config.section import Bytes, Count, Seconds, Section, Text
 from serve_app.errors import ConfigRefused
-from serve_app.explain import Complaint, explain
+from serve_app.explain import path_of, show
+
+_S = TypeVar("_S", bound=Section)
+_Last = TypeVar("_Last", bound=Section | None)
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
-
-
-def _model_name(value: str) -> str:
-    if not value or re.search(r"[:;\s]|/ep/", value) or not value.isprintable():
-        raise Complaint('must be a name without ":", ";", "/ep/" or spaces', value)
-    return value
-
-
-def _variant(value: str) -> str:
-    if not value or re.search(r"[;\s]|/ep/", value) or not value.isprintable():
-        raise Complaint('must be a name without ";", "/ep/" or spaces', value)
-    return value
-
-
-Tokens = Annotated[int, Field(ge=1, le=2**31)]
-Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False, strict=False)]
-Count = Annotated[int, Field(ge=1, le=2**31)]
-Bytes = Annotated[int, Field(ge=1, le=2**44)]
-NonEmptyText = Annotated[str, Field(min_length=1)]
-
-
-class ModelConfig(_Section):
-    """One base model of the catalogue."""
-
-    id: Annotated[str, AfterValidator(_model_name)]
-    app: NonEmptyText
-    source: NonEmptyText
-    revision: NonEmptyText | None = None
-    renderer: NonEmptyText | None = None
-    context_length: Tokens | None = None
-    variants: Mapping[Annotated[str, AfterValidator(_variant)], Tokens] = {}
-    allow_checkpoint_chat_template: bool = False
-    fetch_images: bool = Field(default=False, description="Whether images may be `https://` URLs beside data URLs.")
-    also_known_as: tuple[NonEmptyText, ...] = Field(default=(), strict=False)
-    owned_by: NonEmptyText = "roundhouse"
-
-
-class CheckpointsConfig(_Section):
+class CheckpointsConfig(Section):
     """Where checkpoints are looked up, and the bounded local cache of the remote ones."""
 
-    roots: tuple[NonEmptyText, ...] = Field(default=(), strict=False)
-    cache_directory: NonEmptyText | None = None
-    cache_bytes: Annotated[int, Field(ge=0)] = 50 * 2**30
+    roots: Annotated[
+        tuple[Text, ...], Field(strict=False), Doc("Folders and URLs where `tinker://` paths are looked up, in order.")
+    ] = ()
+    cache_directory: Annotated[
+        Text | None,
+        Doc(
+            "Copies of checkpoints that are remote or tar files; the models read them there. "
+            "null: a folder under the user's cache."
+        ),
+    ] = None
+    cache_bytes: Annotated[int, Ge(0), Doc("Bound of that folder.")] = 50 * 2**30
 
 
-class KeyLimits(_Section):
-    """What one key may use; None is no limit."""
-
-    concurrency: Count | None = None
-    bytes_in_flight: Bytes | None = 64 * 2**20
-    requests_per_minute: Count | None = None
-    tokens_per_minute: Count | None = None
-
-
-class KeyConfig(_Section):
-    """One caller. The key itself stands nowhere in the configuration: its hash, or where to read it."""
-
-    name: NonEmptyText
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
-    env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    file: NonEmptyText | None = None
-    models: tuple[NonEmptyText, ...] | None = Field(default=None, strict=False)
-    owner: NonEmptyText | None = None
-    expires_at: AwareDatetime | None = Field(default=None, strict=False)
-    limits: KeyLimits = KeyLimits()
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        given = [name for name in ("sha256", "env", "file") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise Complaint("must have exactly one of sha256, env and file", given)
-        return self
-
-
-class LimitsConfig(_Section):
+class LimitsConfig(Section):
     """Bounds on what a caller can make the service do."""
 
-    body_bytes: Count = 8 * 2**20
-    bytes_in_flight: Bytes = 256 * 2**20
-    body_timeout_s: Seconds = 30.0
-    messages: Count = 4096
-    tools: Count = 512
-    stop_sequences: Count = 256
-    stop_length: Count = 1024
-    logit_bias_entries: Count = 1024
-    images: Count = Field(default=16, description="Images per request.")
-    image_bytes: Count = Field(default=20 * 2**20, description="Bytes of an image file.")
-    image_pixels: Count = Field(default=32 * 2**20, description="Pixels of an image, judged before it is decoded.")
-    image_side: Count = Field(default=16_384, description="Pixels of the longer side of an image.")
-    first_token_timeout_s: Seconds = 120.0
-    total_timeout_s: Seconds = 3600.0
-    per_key: KeyLimits = KeyLimits(concurrency=256)
+    body_bytes: Annotated[Count, Doc("Largest request body; a larger one is refused (413).")] = 8 * 2**20
+    bytes_in_flight: Annotated[
+        Bytes, Doc("Memory that the requests under way in an ingress may hold; more are refused (503).")
+    ] = 256 * 2**20
+    body_timeout_s: Annotated[Seconds, Doc("Longest that a body may take to arrive; then 400.")] = 30.0
+    messages: Annotated[Count, Doc("Messages of a request.")] = 4096
+    tools: Annotated[Count, Doc("Tools of a request.")] = 512
+    stop_sequences: Annotated[Count, Doc("Stop strings of a request.")] = 256
+    stop_characters: Annotated[Count, Doc("Characters of one stop string.")] = 1024
+    logit_bias_entries: Annotated[Count, Doc("Entries of `logit_bias`.")] = 1024
+    images: Annotated[Count, Doc("Images of a request.")] = 16
+    image_bytes: Annotated[Count, Doc("Bytes of an image file.")] = 20 * 2**20
+    image_pixels: Annotated[Count, Doc("Pixels of an image, judged before it is decoded.")] = 32 * 2**20
+    image_side: Annotated[Count, Doc("Pixels of the longer side of an image.")] = 16_384
+    first_token_timeout_s: Annotated[Seconds, Doc("Longest wait for the first token; then 503.")] = 120.0
+    total_timeout_s: Annotated[Seconds, Doc("Longest request; then 503, or an error event in a stream.")] = 3600.0
+    per_key: Annotated[PerKeyLimits, Doc("What each key may use, in each ingress.")] = PerKeyLimits()
 
 
-class ImagesConfig(_Section):
+class ImagesConfig(Section):
     """Where images are prepared for vision models."""
 
-    app: NonEmptyText = Field(description="The Serve application that prepares images.")
-    timeout_s: Seconds = Field(
-        default=60.0, description="How long the images of a request may take, the start of a process included."
+    app: Annotated[Text, Doc("The application of this file that prepares images.")]
+    timeout_s: Annotated[
+        Seconds, Doc("How long the images of a request may take, the start of a process included.")
+    ] = 60.0
+
+
+class ServiceConfig(Section):
+    """All of it."""
+
+    models: Annotated[tuple[ModelConfig, ...], Field(strict=False), Doc("The base models; at least one.")]
+    checkpoints: Annotated[CheckpointsConfig, Doc("Where checkpoints lie.")] = CheckpointsConfig()
+    images: Annotated[ImagesConfig | None, Doc("Where images are prepared; null: they are refused.")] = None
+    keys: Annotated[tuple[KeyConfig, ...], Field(strict=False), Doc("Who may call; without a key nobody can.")] = ()
+    limits: Annotated[LimitsConfig, Doc("Bounds on requests.")] = LimitsConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A `user_config` as far as it is good. What is wrong stays as it was before, but for keys: whoever the new
+    configuration does not let in is out.
+    """
+
+    config: ServiceConfig
+    refusals: tuple[Refusal, ...]
+
+
+def read_config(raw: object, before: ServiceConfig | None = None) -> Reading:
+    """`before`: the configuration in force."""
+    last = before or _NOTHING
+    if not isinstance(raw, dict):
+        return Reading(last, (Refusal("", f"The configuration must be an object, got {show(raw)}."),))
+    found = _unknown_sections(raw)
+    # A section that is missing beside an unknown name may be the one that was meant: it stays as it is.
+    given = {**{name: getattr(last, name) for name in _SECTIONS if found}, **raw}
+    reader = _Reader(last, found)
+    config = ServiceConfig(
+        models=reader.models(given.get("models")),
+        checkpoints=reader.section("checkpoints", given.get("checkpoints", {}), CheckpointsConfig, last.checkpoints),
+        images=reader.images(given.get("images"), last.images),
+        keys=reader.keys(given.get("keys", ())),
+        limits=reader.section("limits", given.get("limits", {}), LimitsConfig, last.limits),
     )
-
-
-class ServiceConfig(_Section):
-    """All of the above."""
-
-    models: Annotated[tuple[ModelConfig, ...], Field(min_length=1, strict=False)]
-    checkpoints: CheckpointsConfig = CheckpointsConfig()
-    images: ImagesConfig | None = Field(default=None, description="Unset: images are refused.")
-    keys: tuple[KeyConfig, ...] = Field(default=(), strict=False)
-    limits: LimitsConfig = LimitsConfig()
-
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> Self:
-        _refuse_repeated("models", "id", [model.id for model in self.models])
-        _refuse_repeated("keys", "name", [key.name for key in self.keys])
-        known = {model.id for model in self.models}
-        for index, key in enumerate(self.keys):
-            for position, name in enumerate(key.models or ()):
-                if name not in known:
-                    raise Complaint("must be the id of a model", name, f"keys[{index}].models[{position}]")
-        return self
+    return Reading(config, tuple(found))
 
 
 def parse_config(raw: object) -> ServiceConfig:
-    """Check a configuration as it came out of YAML. Raises `ConfigRefused` with one sentence."""
+    """Raises `ConfigRefused` with one sentence for each thing that is wrong."""
+    reading = read_config(raw)
+    if reading.refusals:
+        raise ConfigRefused("\n".join(map(str, reading.refusals)))
+    return reading.config
+
+
+_NOTHING: Final = ServiceConfig(models=())
+_SECTIONS: Final = tuple(ServiceConfig.model_fields)
+
+
+def _unknown_sections(raw: Mapping[str, object]) -> list[Refusal]:
     try:
-        return ServiceConfig.model_validate(raw)
+        ServiceConfig.model_validate({"models": (), **{name: None for name in raw if name not in _SECTIONS}})
     except ValidationError as exc:
-        raise ConfigRefused(explain(exc.errors()[0], "The configuration")[1]) from exc
+        return refusals(exc, ServiceConfig, "")
+    return []
 
 
-def key_digest(key: KeyConfig, more_variables: Mapping[str, str] = MappingProxyType({})) -> bytes:
-    """SHA-256 of the key, read from where its configuration says. `more_variables`: those that the ingress has and this
-    process has not. Raises `ConfigRefused`.
-    """
-    if key.sha256 is not None:
-        return bytes.fromhex(key.sha256)
-    if key.env is not None:
-        place = f"the environment variable {key.env!r}"
-        secret = {**os.environ, **more_variables}.get(key.env, "")  # noqa: TID251 - where the rule sends everybody to
-    else:
-        assert key.file is not None
-        place = f"the file {key.file!r}"
+class _Reader:
+    """Reads sections one by one; what is wrong goes to `found`."""
+
+    def __init__(self, last: ServiceConfig, found: list[Refusal]) -> None:
+        self._last = last
+        self._found = found
+        self._model_ids = {model.id for model in last.models}
+
+    def section(self, name: str, raw: object, kind: type[_S], last: _Last) -> _S | _Last:
+        return self._read(raw, kind, (name,)) or last
+
+    def images(self, raw: object, last: ImagesConfig | None) -> ImagesConfig | None:
+        return None if raw is None else self.section("images", raw, ImagesConfig, last)
+
+    def models(self, raw: object) -> tuple[ModelConfig, ...]:
+        """A model that is wrong stays as it was, if it was there."""
+        last = {model.id: model for model in self._last.models}
+        if raw is None or not isinstance(raw, list | tuple) or not raw:
+            self._found.append(_no_list("models", raw))
+            return self._last.models
+        models: dict[int, ModelConfig] = {}
+        for index, entry in enumerate(raw):
+            self._model_ids.add(model_id := _id_of(entry))
+            model = self._model(entry, index, {model.id for model in models.values()}) or last.get(model_id)
+            if model is not None and model.id not in {model.id for model in models.values()}:
+                models[index] = model
+        while clash := next(clashes(models), None):
+            self._found.append(clash.refusal)
+            replaced = models.pop(clash.index)
+            if (other := last.get(replaced.id, replaced)) != replaced:
+                models[clash.index] = other
+        return tuple(models[index] for index in sorted(models))
+
+    def keys(self, raw: object) -> tuple[KeyConfig, ...]:
+        """A key that is wrong lets nobody in, also where it did before: it may have been replaced for a reason."""
+        if not isinstance(raw, list | tuple):
+            self._found.append(_no_list("keys", raw))
+            return self._last.keys
+        keys: dict[str, KeyConfig] = {}
+        for index, entry in enumerate(raw):
+            key = self._read(entry, KeyConfig, ("keys", index))
+            if key is None:
+                continue
+            if key.name in keys:
+                self._refuse(f"keys[{index}].name", f"must be unique, got {show(key.name)}")
+                continue
+            keys[key.name] = key
+            for position, name in enumerate(key.models or ()):
+                if name not in self._model_ids:
+                    self._refuse(f"keys[{index}].models[{position}]", f"must be the id of a model, got {show(name)}")
+        return tuple(keys.values())
+
+    def _model(self, raw: object, index: int, ids: set[str]) -> ModelConfig | None:
+        model = self._read(raw, ModelConfig, ("models", index))
+        if model is not None and model.id in ids:
+            self._refuse(f"models[{index}].id", f"must be unique, got {show(model.id)}")
+            return None
         try:
-            secret = Path(key.file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigRefused(f"The key {key.name!r} cannot be read from {place}.") from exc
-    if not secret.strip():
-        raise ConfigRefused(f"The key {key.name!r} is empty in {place}.")
-    return hashlib.sha256(secret.strip().encode()).digest()
+            return model if model is None or model.weights else None
+        except ConfigRefused as exc:  # a relative path that starts nowhere
+            self._found.append(Refusal(f"models[{index}].source", str(exc)))
+            return None
+
+    def _read(self, raw: object, kind: type[_S], at: Location) -> _S | None:
+        try:
+            return kind.model_validate(raw)
+        except ValidationError as exc:
+            self._found += refusals(exc, kind, path_of(at), at)
+            return None
+
+    def _refuse(self, path: str, predicate: str) -> None:
+        self._found.append(Refusal(path, f"{path} {predicate}."))
 
 
-def is_expired(key: KeyConfig, now: datetime) -> bool:
-    return key.expires_at is not None and now >= key.expires_at
+def _no_list(name: str, raw: object) -> Refusal:
+    if raw is None:
+        return Refusal(name, f"{name} is required.")
+    return Refusal(name, f"{name} must {'not be empty' if raw in ([], ()) else f'be a list, got {show(raw, name)}'}.")
 
 
-def _refuse_repeated(section: str, field: str, names: list[str]) -> None:
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise Complaint("must be unique", name, f"{section}[{index}].{field}")
+def _id_of(raw: object) -> str:
+    named = raw.id if isinstance(raw, ModelConfig) else raw.get("id") if isinstance(raw, dict) else None
+    return named if isinstance(named, str) else ""

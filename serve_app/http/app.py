@@ -95,7 +95,9 @@ class Handlers:
         self._log_change(why_not)
         if why_not:
             raise NotReady(f"Not ready: {len(why_not)} of {len(models)} models.")
-        await exchange.send_json(200, {"status": "ready"})
+        refused = list(dict.fromkeys(refusal.part or "user_config" for refusal in self._service.refusals))
+        details = {"config_errors": refused} if refused else {}
+        await exchange.send_json(200, {"status": "ready", **details})
 
     def _log_change(self, why_not: Mapping[str, str]) -> None:
         """Names and reasons are for the log: anybody may ask for readiness, and probes ask all the time."""

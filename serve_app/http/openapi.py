@@ -105,9 +105,9 @@ def _bound(properties: Object, limits: LimitsConfig) -> None:
     for schema in _alternatives(properties, "stop", "array"):
         items = _object(schema, "items")
         if items["type"] == "string":
-            items["maxLength"] = limits.stop_length
+            items["maxLength"] = limits.stop_characters
     for schema in _alternatives(properties, "stop", "string"):
-        schema["maxLength"] = limits.stop_length
+        schema["maxLength"] = limits.stop_characters
 
 
 def _alternatives(properties: Object, name: str, kind: str) -> Iterator[Object]:

@@ -2,23 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from serve_app.access.auth import Keyring
 from serve_app.access.capacity import Capacity
+from serve_app.access.key_reader import KeyReader
 from serve_app.access.limits import Limiter
 from serve_app.api.record import NullRecorder, Recorder
 from serve_app.catalog.catalog import Catalog, Checkpoints
 from serve_app.catalog.served_model import ServedModel, load_model
-from serve_app.config.service import (
-    CheckpointsConfig,
-    ImagesConfig,
-    LimitsConfig,
-    ModelConfig,
-    ServiceConfig,
-    parse_config,
-)
+from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.refusal import Refusal
+from serve_app.config.service import CheckpointsConfig, ImagesConfig, LimitsConfig, ServiceConfig, read_config
 from serve_app.errors import ConfigRefused
 from serve_app.images.preparing import Images
 from serve_app.replicas.generation import Replicas
@@ -29,10 +26,14 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0
 MAX_REQUESTS = 4096
 
+_C = TypeVar("_C")
+_T = TypeVar("_T")
+_NO_CONFIGURATION = Refusal("", "There is no configuration: the deployment has no user_config.")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One configuration, taken over as a whole. A request keeps those that it started with."""
+    """What is in force. A request keeps the settings that it started with."""
 
     limits: LimitsConfig
     catalog: Catalog
@@ -62,83 +63,148 @@ class Service:
         self.limiter = Limiter()
         self.capacity = Capacity(max_requests)
         self.workers = Workers()
-        self.config_error: str | None = "There is no configuration: the deployment has no user_config."
+        self.refusals: tuple[Refusal, ...] = (_NO_CONFIGURATION,)
+        self.has_served = False
         self._open_checkpoints = open_checkpoints
         self._open_images = open_images
-        self._config: ServiceConfig | None = None
+        self._images_config: ImagesConfig | None = None
+        self._key_reader = KeyReader()
+        self._wanted: ServiceConfig | None = None
+        self._number = 0
+        self._access_changing = asyncio.Lock()
+        self._catalog_changing = asyncio.Lock()
         self._checkpoints: Checkpoints | None = None
+        self._checkpoints_config: CheckpointsConfig | None = None
         self._retired: list[Checkpoints] = []
-        self._changing = asyncio.Lock()
         limits = LimitsConfig()
-        self.settings = Settings(limits, Catalog({}, None), Keyring((), limits))
+        self._longest_request_s = _longest_request_s(limits)  # of those that may hold the store of now
+        self.settings = Settings(limits, Catalog({}, None), Keyring({}, limits))
 
     async def reconfigure(self, raw: object) -> None:
-        """Take a configuration over, or keep the last good one and say why. Never raises: in Ray that would take down
-        an ingress that serves by the last good one. Models that did not change are not loaded again; requests under
-        way finish as they began.
+        """Take over what is good of a configuration; say of the rest why not, and leave it as it was. Keys and limits
+        are in force at once, whatever else is still being loaded. Requests under way finish as they began. Never
+        raises: in Ray that would take down an ingress that serves.
         """
-        async with self._changing:
-            try:
-                await self._take_over(parse_config(raw))
-            except ConfigRefused as exc:
-                self._note(str(exc))
-            except Exception as exc:  # a tokenizer or template can fail in ways of its own
-                logger.exception("The configuration cannot be taken over.")
-                self._note(f"The configuration cannot be taken over: {type(exc).__name__}.")
-            else:
-                self._note(None)
+        reading = read_config(raw, self._wanted)
+        self._number += 1
+        number, self._wanted = self._number, reading.config
+        refusals = list(reading.refusals)
+        async with self._access_changing:
+            refusals += await self._take_over_access(reading.config)
+        async with self._catalog_changing:
+            if number != self._number:
+                return  # the newer one loads what it wants
+            refusals += await self._take_over_checkpoints(reading.config.checkpoints)
+            refusals += await self._take_over_images(reading.config.images)
+            refusals += await self._take_over_models(reading.config.models)
+            self.has_served |= bool(self.settings.catalog.models and len(self.settings.keyring))
+            self._note(tuple(refusals))
+
+    @property
+    def config_error(self) -> str | None:
+        """What was refused of the last configuration, a sentence a line."""
+        return "\n".join(map(str, self.refusals)) or None
 
     def require_configuration(self) -> None:
-        """Raises `ConfigRefused` with the reason as long as none was ever taken over."""
-        if self._config is None:
-            raise ConfigRefused(self.config_error)
+        """Raises `ConfigRefused` with the reason as long as there never was a model and a key to serve it to."""
+        if not self.has_served:
+            raise ConfigRefused(self.config_error or str(_NO_CONFIGURATION))
 
     def close(self) -> None:
         self.workers.close()
+        self._key_reader.close()
         for checkpoints in (*self._retired, self._checkpoints):
             if checkpoints is not None:
                 checkpoints.close()
 
-    async def _take_over(self, config: ServiceConfig) -> None:
-        keyring = await asyncio.to_thread(Keyring, config.keys, config.limits)
-        loaded = list(self.settings.catalog.models.values())
-        models = [await self._model(model, loaded) for model in config.models]
-        checkpoints = self._checkpoints
-        if self._config is None or self._config.checkpoints != config.checkpoints:
-            # In a thread: a root's package may take seconds to import.
-            checkpoints = await asyncio.to_thread(self._open_checkpoints, config.checkpoints)
-        before = self.settings.limits
-        catalog = Catalog({model.id: model for model in models}, checkpoints)
-        self.settings = Settings(config.limits, catalog, keyring, self._images(config))
-        if self._checkpoints is not None and self._checkpoints is not checkpoints:
-            self._retire(self._checkpoints, before)
-        self._config, self._checkpoints = config, checkpoints
+    async def _take_over_access(self, config: ServiceConfig) -> list[Refusal]:
+        keyring, refusals = await self._key_reader.read(config.keys, config.limits)
+        self.settings = replace(self.settings, limits=config.limits, keyring=keyring)
+        self._longest_request_s = max(self._longest_request_s, _longest_request_s(config.limits))
+        return refusals
 
-    def _retire(self, checkpoints: Checkpoints, limits: LimitsConfig) -> None:
-        """Close it once no request can be left of those that began with it: a body, and then the whole request."""
+    async def _take_over_checkpoints(self, config: CheckpointsConfig) -> list[Refusal]:
+        if config == self._checkpoints_config:
+            return []
+        checkpoints = await _attempt("checkpoints", "The store of checkpoints", self._open_checkpoints, config)
+        if isinstance(checkpoints, Refusal):
+            return [checkpoints]
+        before, self._checkpoints, self._checkpoints_config = self._checkpoints, checkpoints, config
+        self._serve(self.settings.catalog.models)
+        if before is not None:
+            self._retire(before, self._longest_request_s)
+        self._longest_request_s = _longest_request_s(self.settings.limits)
+        return []
+
+    async def _take_over_images(self, config: ImagesConfig | None) -> list[Refusal]:
+        if config == self._images_config:
+            return []
+        images = None
+        if config is not None and self._open_images is not None:
+            opened = await _attempt("images", "What prepares images", self._open_images, config)
+            if isinstance(opened, Refusal):
+                return [opened]
+            images = opened
+        self._images_config = config
+        self.settings = replace(self.settings, images=images)
+        return []
+
+    async def _take_over_models(self, configs: Sequence[ModelConfig]) -> list[Refusal]:
+        """Each is served as soon as it is loaded; until then, and if it cannot be, as it was."""
+        loaded = self.settings.catalog.models
+        models = {config.id: loaded[config.id] for config in configs if config.id in loaded}
+        self._serve(models)
+        refusals = []
+        for config in configs:
+            before = models.get(config.id)
+            if before is not None and before.config == config:
+                continue
+            model = await _attempt("models", f"The model {config.id!r}", load_model, config)
+            if isinstance(model, Refusal):
+                refusals.append(model)
+            else:
+                models[config.id] = model
+                self._serve({config.id: models[config.id] for config in configs if config.id in models})
+        return refusals
+
+    def _serve(self, models: Mapping[str, ServedModel]) -> None:
+        catalog = self.settings.catalog
+        if list(models.values()) != list(catalog.models.values()) or catalog.checkpoints is not self._checkpoints:
+            self.settings = replace(self.settings, catalog=Catalog(dict(models), self._checkpoints))
+
+    def _retire(self, checkpoints: Checkpoints, longest_request_s: float) -> None:
+        """Close it once no request can be left of those that began with it."""
 
         def close() -> None:
             self._retired.remove(checkpoints)
             checkpoints.close()
 
         self._retired.append(checkpoints)
-        asyncio.get_running_loop().call_later(limits.body_timeout_s + limits.total_timeout_s, close)
+        asyncio.get_running_loop().call_later(longest_request_s, close)
 
-    def _images(self, config: ServiceConfig) -> Images | None:
-        if config.images is None or self._open_images is None:
-            return None
-        if self._config is not None and self._config.images == config.images:
-            return self.settings.images
-        return self._open_images(config.images)
+    def _note(self, refusals: tuple[Refusal, ...]) -> None:
+        self.refusals = refusals
+        self.recorder.config_checked(refusals)
+        logger.info(
+            "Configuration: %d models and %d keys are served.",
+            len(self.settings.catalog.models),
+            len(self.settings.keyring),
+        )
+        for refusal in refusals:
+            logger.error("Configuration: this was not taken over: %s", refusal)
 
-    async def _model(self, config: ModelConfig, loaded: list[ServedModel]) -> ServedModel:
-        same = next((model for model in loaded if model.config == config), None)
-        return await asyncio.to_thread(load_model, config) if same is None else same
 
-    def _note(self, error: str | None) -> None:
-        self.config_error = error
-        self.recorder.config_checked(error)
-        if error is None:
-            logger.info("Configuration taken over: %d models.", len(self.settings.catalog.models))
-        else:
-            logger.error("Configuration refused, the last good one stays if there is one: %s", error)
+def _longest_request_s(limits: LimitsConfig) -> float:
+    """A body, and then the whole request."""
+    return limits.body_timeout_s + limits.total_timeout_s
+
+
+async def _attempt(section: str, what: str, load: Callable[[_C], _T], config: _C) -> _T | Refusal:
+    """Load something in a thread: a tokenizer, or the package of a root, takes seconds. Or say why it failed."""
+    try:
+        return await asyncio.to_thread(load, config)
+    except ConfigRefused as exc:
+        return Refusal(section, str(exc))
+    except Exception as exc:  # a tokenizer or template can fail in ways of its own
+        logger.exception("%s cannot be loaded.", what)
+        return Refusal(section, f"{what} cannot be loaded: {type(exc).__name__}.")

@@ -75,9 +75,9 @@ def _score(key: str, candidate: Candidate) -> bytes:
 class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     """`choose` as a Serve request router; what a replica says of itself is in its routing stats (`replica.py`)."""
 
-    def initialize_state(self, capacity: int, load_factor: float, least_busy: int) -> None:
+    def initialize_state(self, capacity: int, load_factor: float, load_floor: int) -> None:
         self._capacity = capacity
-        self._patience = Patience(load_factor, least_busy)
+        self._patience = Patience(load_factor, load_floor)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

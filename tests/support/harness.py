@@ -9,7 +9,7 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from serve_app.api.record import RequestRecord
 from serve_app.catalog.catalog import Checkpoints, ResolvedCheckpoint
 from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.checkpoints.listing import ListedCheckpoint, Listing
+from serve_app.config.refusal import Refusal
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.errors import CheckpointNotFound
 from serve_app.http.app import build_http_app
@@ -93,7 +94,7 @@ class ListRecorder:
     ended: list[RequestRecord] = field(default_factory=list)
     started: int = 0
     running: int = 0
-    config_errors: list[str | None] = field(default_factory=list)
+    config_errors: list[list[str]] = field(default_factory=list)
 
     def request_started(self, record: RequestRecord) -> None:
         self.started += 1
@@ -103,8 +104,8 @@ class ListRecorder:
         self.ended.append(record)
         self.running -= 1
 
-    def config_checked(self, error: str | None) -> None:
-        self.config_errors.append(error)
+    def config_checked(self, refusals: Sequence[Refusal]) -> None:
+        self.config_errors.append([refusal.sentence for refusal in refusals])
 
 
 class Script:

@@ -184,7 +184,10 @@ class ChatCompletionChunk(_Chunk):
 
 
 class StatusReply(TypedDict):
+    """`config_errors`: the parts of the last configuration that were refused, such as `models[1]`; the log says why."""
+
     status: Literal["ok", "ready"]
+    config_errors: NotRequired[list[str]]
 
 
 class VersionReply(TypedDict):

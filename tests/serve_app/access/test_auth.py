@@ -6,15 +6,17 @@ from datetime import UTC, datetime
 import pytest
 
 from serve_app.access.auth import Keyring, hash_key, new_key
-from serve_app.config.service import KeyConfig, KeyLimits, LimitsConfig
-from serve_app.errors import ConfigRefused, NotAuthenticated
+from serve_app.config.keys import KeyConfig, KeyLimits, PerKeyLimits
+from serve_app.config.service import LimitsConfig
+from serve_app.errors import NotAuthenticated
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
 
 def ring(**fields: object) -> Keyring:
-    config = {"name": "ci", "sha256": hashlib.sha256(b"secret").hexdigest(), **fields}
-    return Keyring([KeyConfig.model_validate(config)], LimitsConfig())
+    digest = hashlib.sha256(b"secret")
+    config = {"name": "ci", "sha256": digest.hexdigest(), **fields}
+    return Keyring({digest.digest(): KeyConfig.model_validate(config)}, LimitsConfig())
 
 
 def test_a_valid_key_is_its_caller() -> None:
@@ -49,16 +51,10 @@ def test_an_expired_key_is_not_authenticated() -> None:
         ring(expires_at="2029-12-31T23:59:59Z").authenticate("Bearer secret", NOW)
 
 
-def test_the_same_key_under_two_names_is_refused() -> None:
-    same = [KeyConfig(name=name, sha256="0" * 64) for name in ("a", "b")]
-    with pytest.raises(ConfigRefused, match=r"^The keys 'a' and 'b' are the same\.$"):
-        Keyring(same, LimitsConfig())
-
-
 def test_a_key_has_the_general_limits_but_for_its_own() -> None:
-    general = LimitsConfig(per_key=KeyLimits(concurrency=5, requests_per_minute=10))
+    general = LimitsConfig(per_key=PerKeyLimits(concurrency=5, bytes_in_flight=None, requests_per_minute=10))
     own = KeyConfig(name="k", sha256=hash_key("x").hex(), limits=KeyLimits(requests_per_minute=99))
-    caller = Keyring([own], general).authenticate("Bearer x", NOW)
+    caller = Keyring({hash_key("x"): own}, general).authenticate("Bearer x", NOW)
     assert caller.limits == KeyLimits(concurrency=5, requests_per_minute=99)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.access.auth import Caller
 from serve_app.access.limits import Lease, Limiter
-from serve_app.config.service import KeyLimits
+from serve_app.config.keys import KeyLimits
 from serve_app.errors import LimitReached, Overloaded
 
 

@@ -15,17 +15,35 @@ PATH = "tinker://run:train:0/sampler_weights/000080"
 
 # --- model ---
 
+NAME_THE_BASE = (
+    'Write the id of the served model as "base_model" into its checkpoint.json, '
+    "or its name for the base into also_known_as of that model in config.yaml."
+)
 
-@pytest.mark.parametrize("model", ["nobody/nothing", f"{CHAT}:peft:129", f"{CHAT}:", CHAT.upper()])
-def test_an_unknown_model_or_variant_is_404(edge: RunningEdge, model: str) -> None:
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        ("nobody/nothing", ""),
+        (f"{CHAT}:peft:129", f" Did you mean '{CHAT}:peft:128'?"),
+        (f"{CHAT}:peft", f" Did you mean '{CHAT}:peft:128' or '{CHAT}'?"),
+        (f"{CHAT}:", f" Did you mean '{CHAT}' or '{CHAT}:peft:128'?"),
+        (CHAT.upper(), f" Did you mean '{CHAT}'?"),
+        ("x" * 1024, ""),
+    ],
+)
+def test_an_unknown_model_or_variant_is_404_that_says_what_is_written_alike(
+    edge: RunningEdge, model: str, hint: str
+) -> None:
     response = edge.complete(model=model)
-    message = f"The model {model!r} does not exist, or this key may not use it."
+    message = f"The model {model!r} does not exist, or this key may not use it.{hint}"
     assert (response.status_code, response.json()) == (404, error(message, param="model", code="model_not_found"))
 
 
-def test_a_model_that_the_key_may_not_use_looks_like_an_unknown_one(edge: RunningEdge) -> None:
-    response = edge.post("/completions", key=OTHER_KEY, model=CHAT, prompt="x")
-    message = f"The model {CHAT!r} does not exist, or this key may not use it."
+@pytest.mark.parametrize("model", [CHAT, f"{CHAT}:peft:128", "tiny/Chap"])
+def test_a_model_that_the_key_may_not_use_looks_like_an_unknown_one(edge: RunningEdge, model: str) -> None:
+    response = edge.post("/completions", key=OTHER_KEY, model=model, prompt="x")
+    message = f"The model {model!r} does not exist, or this key may not use it."
     assert (response.status_code, response.json()) == (404, error(message, param="model", code="model_not_found"))
 
 
@@ -74,8 +92,16 @@ def test_a_checkpoint_on_a_base_that_the_key_may_not_use_is_404_like_an_unknown_
 def test_a_checkpoint_on_a_base_that_is_not_served_is_404_that_says_which(edge: RunningEdge) -> None:
     edge.checkpoints.held[PATH] = StoredCheckpoint("d1", base_model="other/Base")
     response = edge.complete(model=PATH)
-    message = f"The base 'other/Base' of the checkpoint {PATH} is not served."
+    message = f"The base 'other/Base' of the checkpoint {PATH} is not served. {NAME_THE_BASE}"
     assert (response.status_code, response.json()) == (404, error(message, param="model", code="model_not_found"))
+
+
+def test_a_checkpoint_whose_base_is_unknown_cannot_be_asked_for_on_another(edge: RunningEdge) -> None:
+    edge.checkpoints.held[PATH] = StoredCheckpoint("d1", base_model="other/Base")
+    assert refused(edge.complete(model=f"{BASE};{PATH}")) == (
+        f"The checkpoint {PATH} was trained on 'other/Base', not on {BASE!r}. {NAME_THE_BASE}",
+        "model",
+    )
 
 
 def test_a_checkpoint_on_another_base_than_its_own_is_400(edge: RunningEdge) -> None:

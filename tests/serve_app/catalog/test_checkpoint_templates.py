@@ -12,7 +12,7 @@ import pytest
 from renderers.base import Renderer
 from serve_app.catalog.checkpoint_templates import OwnTemplates
 from serve_app.catalog.served_model import ServedModel, load_model
-from serve_app.config.service import ModelConfig
+from serve_app.config.catalog_entry import ModelConfig
 from serve_app.errors import CheckpointRefused
 from serve_app.workers import Workers
 from tests.support.harness import CHAT, CONTEXT, RunningEdge, StoredCheckpoint

@@ -13,7 +13,7 @@ from serve_app.cli.client import Client, ServiceRefused
 from serve_app.cli.commands import main
 from serve_app.cli.launch import welcome
 from serve_app.config.deploy import load_deploy_config
-from serve_app.config.service import KeyConfig, KeyLimits
+from serve_app.config.keys import KeyConfig, KeyLimits
 from tests.support.harness import BASE, CHAT, KEY, RunningEdge
 
 pytest_plugins = ("tests.support.edge_fixtures",)
@@ -22,57 +22,15 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def config(tmp_path: Path, model_folders: dict[str, str]) -> str:
-    """The repository's config.yaml with a tiny model and a checkpoint folder."""
+    """The repository's config.yaml with a tiny model."""
     raw = yaml.safe_load((ROOT / "config.yaml").read_text())
     api, model = raw["applications"]
     user_config = api["deployments"][0]["user_config"]
     user_config["models"] = [{"id": CHAT, "app": "tiny", "source": model_folders["chat"], "renderer": "qwen3"}]
-    user_config["checkpoints"]["roots"] = [str(tmp_path / "checkpoints")]
     model.update(name="tiny", args={"id": CHAT, "source": model_folders["chat"]})
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(raw))
     return str(path)
-
-
-def test_a_config_is_checked(config, capsys):
-    assert main(["check", "--config", config]) == 0
-    assert capsys.readouterr().out == f"{config} is in order: {CHAT}.\n"
-
-
-def test_a_key_that_serve_would_ignore_is_found(config, capsys):
-    Path(config).write_text(Path(config).read_text().replace("http_options:", "http_optins:"))
-    assert main(["check", "--config", config]) == 2
-    assert capsys.readouterr().err.startswith("http_optins is not a key of Serve, which has proxy_location, ")
-
-
-def test_what_serve_refuses_is_said_in_a_sentence(config, capsys):
-    Path(config).write_text(Path(config).read_text().replace("proxy_location: EveryNode", "proxy_location: Nowhere"))
-    assert main(["check", "--config", config]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("proxy_location must be ")
-    assert error.count("\n") == 1
-
-
-def with_key_from(config: str, variable: str, **of_api: object) -> None:
-    raw = yaml.safe_load(Path(config).read_text())
-    raw["applications"][0].update(of_api)
-    raw["applications"][0]["deployments"][0]["user_config"]["keys"] = [{"name": "ci", "env": variable}]
-    Path(config).write_text(yaml.safe_dump(raw))
-
-
-def test_a_key_that_cannot_be_read_is_said(config, capsys, monkeypatch):
-    with_key_from(config, "TEST_API_KEY")
-    monkeypatch.delenv("TEST_API_KEY", raising=False)
-    assert main(["check", "--config", config]) == 2
-    assert capsys.readouterr().err == "The key 'ci' is empty in the environment variable 'TEST_API_KEY'.\n"
-    monkeypatch.setenv("TEST_API_KEY", "secret")
-    assert main(["check", "--config", config]) == 0
-
-
-def test_a_key_may_be_read_from_a_variable_that_the_file_gives_to_the_api(config, monkeypatch):
-    monkeypatch.delenv("TEST_API_KEY", raising=False)
-    with_key_from(config, "TEST_API_KEY", runtime_env={"env_vars": {"TEST_API_KEY": "secret"}})
-    assert main(["check", "--config", config]) == 0
 
 
 def test_a_new_key_is_let_in_by_the_lines_that_come_with_it(capsys):

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from serve_app.config.deploy import (
-    DEMO_KEY,
     DeployConfig,
     free_port,
     free_ports,
@@ -19,6 +18,7 @@ from serve_app.config.deploy import (
     load_deploy_config,
     require_free,
 )
+from serve_app.config.keys import DEMO_KEY
 from serve_app.config.proxy import CONNECTIONS_PER_SOURCE, HEALTH_PORT
 from serve_app.errors import ConfigRefused
 
@@ -65,14 +65,14 @@ def test_everything_that_is_wrong_is_said_at_once(load, raw):
     raw["applications"][0]["args"]["replica"] = 2
     raw["applications"][1]["args"]["max_runing"] = 3
     assert refusal(load, raw) == [
-        "applications[0] (api): replica is not a known key, got 2.",
-        "applications[1] (smollm2-135m): max_runing is not a known key, got 3.",
+        "applications[0] (api): replica is not a known key. Did you mean 'replicas'?",
+        "applications[1] (smollm2-135m): max_runing is not a known key. Did you mean 'max_running'?",
     ]
 
 
 def test_a_mistake_in_the_catalogue_is_found(load, raw):
     raw["applications"][0]["deployments"][0]["user_config"]["models"][0]["sorce"] = "x"
-    assert refusal(load, raw) == ['applications[0] (api): models[0].sorce is not a known key, got "x".']
+    assert refusal(load, raw) == ["applications[0] (api): models[0].sorce is not a known key. Did you mean 'source'?"]
 
 
 def test_a_model_of_the_catalogue_must_have_an_application(load, raw):

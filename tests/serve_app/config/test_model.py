@@ -1,24 +1,31 @@
 """The arguments of the applications in config.yaml."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from engines.config import EngineConfig
 from serve_app.config.api import parse_api_args
-from serve_app.config.model import ModelArgs, parse_model_args
+from serve_app.config.model import parse_model_args
 from serve_app.config.paths import resolve_path, resolve_source
 from serve_app.errors import ConfigRefused
 
 MINIMAL = {"id": "m", "source": "owner/model"}
-NOT_ARGUMENTS = {"source", "device"}
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"max_runing": 3}, "max_runing is not a known key, got 3."),
+        ({"max_runing": 3}, "max_runing is not a known key. Did you mean 'max_running'?"),
+        ({"least_busy": 3}, "least_busy is now called load_floor."),
+        ({"prefill_ratio": float("nan")}, "prefill_ratio must be a finite number, got NaN."),
+        (
+            {"health": {"build": "x"}},
+            "health.build is not a known key; the keys here are stalled_after_s, restart_after_s.",
+        ),
+        (
+            {"fake": {"tokens_per_step": 2}},
+            "fake.tokens_per_step is not a known key; the keys here are step_s, reply_tokens, vocab_size.",
+        ),
         ({"id": None}, "id must be a string, got null."),
         ({"engine": "vllm"}, "engine must be 'torch' or 'fake', got \"vllm\"."),
         ({"gpus_per_replica": 65}, "gpus_per_replica must be at most 64, got 65."),
@@ -31,7 +38,11 @@ NOT_ARGUMENTS = {"source", "device"}
         ({"max_running": 0}, "max_running must be at least 1, got 0."),
         ({"max_running": True}, "max_running must be an integer, got true."),
         ({"replicas": {"min": 3, "max": 2}}, "replicas.min must be at most max, which is 2, got 3."),
-        ({"replicas": {"most": 2}}, "replicas.most is not a known key, got 2."),
+        (
+            {"replicas": {"most": 2}},
+            "replicas.most is not a known key; the keys here are "
+            "min, max, target, look_back_period_s, upscale_delay_s, downscale_delay_s.",
+        ),
         ({"health": {"stalled_after_s": 0}}, "health.stalled_after_s must be greater than 0, got 0."),
         ({"exact": True, "dtype": "bfloat16"}, "exact needs dtype float32, not 'bfloat16'."),
     ],
@@ -45,7 +56,7 @@ def test_what_is_wrong_with_a_model_is_said_in_one_sentence(change, sentence):
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"replica": 2}, "replica is not a known key, got 2."),
+        ({"replica": 2}, "replica is not a known key. Did you mean 'replicas'?"),
         ({"transport": "grpc"}, "transport must be 'channel' or 'serve', got \"grpc\"."),
         ([], "args must be an object, got a list of 0."),
     ],
@@ -56,10 +67,10 @@ def test_what_is_wrong_with_the_api_is_said_in_one_sentence(args, sentence):
     assert str(refused.value) == sentence
 
 
-def test_every_setting_of_an_engine_can_be_made_and_has_the_engines_own_default():
-    for field in dataclasses.fields(EngineConfig):
-        if field.name not in NOT_ARGUMENTS:
-            assert ModelArgs.model_fields[field.name].default == field.default, field.name
+@pytest.mark.parametrize("args", [None, [], "x"])
+def test_arguments_that_are_no_object_are_refused(args):
+    with pytest.raises(ConfigRefused, match=r"^args must be an object, got "):
+        parse_model_args(args)
 
 
 def test_settings_reach_the_engine():

@@ -35,7 +35,7 @@ from tests.support.tiny_tokenizer import save_model_folder
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 
-LIMITS = LimitsConfig(messages=3, tools=2, stop_sequences=2, stop_length=4, logit_bias_entries=2)
+LIMITS = LimitsConfig(messages=3, tools=2, stop_sequences=2, stop_characters=4, logit_bias_entries=2)
 DOCUMENT = json.loads(describe_api(LIMITS))
 SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: dict[str, type[BaseModel]] = {"ChatBody": ChatBody, "CompletionBody": CompletionBody}

@@ -1,8 +1,7 @@
-"""The configuration changes while the service runs; a bad one changes nothing."""
+"""The configuration changes while the service runs."""
 
 import asyncio
 import json
-import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,8 @@ from engines.fake import FakeConfig
 from engines.protocol import Adapter, GenerateRequest
 from serve_app.catalog.catalog import Catalog
 from serve_app.catalog.served_model import load_model
-from serve_app.config.service import CheckpointsConfig, ModelConfig
+from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.service import CheckpointsConfig
 from serve_app.errors import ConfigRefused
 from serve_app.http.service import Service
 from serve_app.replicas.in_process import LocalReplicas
@@ -56,29 +56,6 @@ def test_models_that_did_not_change_are_not_loaded_again(edge: RunningEdge) -> N
         assert edge.service.settings.limits.messages == 7
     finally:
         edge.reconfigure()
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"models": []}, "models must not be empty, got a list of 0."),
-        ({"limits": {"messages": "many"}}, 'limits.messages must be an integer, got "many".'),
-        (
-            {"keys": [{"name": "k", "env": "NO_SUCH_VARIABLE_HERE"}]},
-            "The key 'k' is empty in the environment variable 'NO_SUCH_VARIABLE_HERE'.",
-        ),
-    ],
-)
-def test_a_bad_configuration_is_told_and_the_last_good_one_stays(edge: RunningEdge, change: Any, sentence: str) -> None:
-    settings = edge.service.settings
-    edge.reconfigure(**change)
-    assert edge.service.settings is settings
-    assert edge.service.config_error == sentence
-    assert edge.recorder.config_errors[-1] == sentence
-    assert edge.complete(max_tokens=1).status_code == 200
-    edge.reconfigure()
-    assert edge.service.config_error is None
-    assert edge.recorder.config_errors[-1] is None
 
 
 def test_the_store_of_checkpoints_is_opened_in_a_thread_and_closed_once_no_request_can_need_it(
@@ -150,20 +127,6 @@ def test_a_service_without_a_usable_configuration_lives_and_is_not_ready(model_f
     assert models.json() == {"error": {**expected, "message": "Not ready: the service has no configuration."}}
 
 
-def test_the_ingress_is_unhealthy_until_it_has_had_a_configuration(model_folders: dict[str, str]) -> None:
-    key = {"name": "k", "env": "NO_SUCH_VARIABLE_HERE"}
-    config = config_for(model_folders)
-    with running_edge({**config, "keys": [key]}, FakeConfig(vocab_size=512, context_length=CONTEXT)) as edge:
-        sentence = r"^The key 'k' is empty in the environment variable 'NO_SUCH_VARIABLE_HERE'\.$"
-        with pytest.raises(ConfigRefused, match=sentence):
-            edge.service.require_configuration()
-        edge.reconfigure(keys=config["keys"])
-        edge.service.require_configuration()
-        edge.reconfigure(models=[])
-        edge.service.require_configuration()  # the last good one is in force
-        assert edge.complete(max_tokens=1).status_code == 200
-
-
 def test_readiness_is_judged_by_progress(model_folders: dict[str, str]) -> None:
     config = config_for(model_folders)
     config["models"][2]["app"] = "missing"
@@ -230,8 +193,12 @@ def test_a_context_longer_than_the_model_was_made_for_is_refused(tmp_path: Path)
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert refusal(model(tmp_path)) == f"The tokenizer of the model 'm' cannot be loaded from {str(tmp_path)!r}."
-    shutil.rmtree(tmp_path)
-    assert refusal(model(tmp_path)) == f"The tokenizer of the model 'm' cannot be loaded from {str(tmp_path)!r}."
+
+
+def test_a_source_that_does_not_exist_is_refused_as_such(tmp_path: Path) -> None:
+    place = tmp_path / "none"
+    assert refusal(model(place)) == f"The source of the model 'm' does not exist: {str(place)!r}."
+    assert refusal(model(tmp_path / "m.gguf")).startswith("The source of the model 'm' does not exist: ")
 
 
 def test_an_unknown_renderer_is_refused_with_those_there_are(tmp_path: Path) -> None:

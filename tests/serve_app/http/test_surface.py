@@ -338,7 +338,7 @@ def test_the_id_of_a_model_is_decoded_once(edge: RunningEdge) -> None:
         for requested in ("tiny/Chat", "tiny/Chat:peft:128", path, f"{CHAT}:peft:128;{path}"):
             assert client.get(f"/models/{quote(requested, safe='')}").json()["id"] == requested
         twice = client.get(f"/models/{quote(quote(CHAT, safe=''), safe='')}")
-    message = "The model 'tiny%2FChat' does not exist, or this key may not use it."
+    message = "The model 'tiny%2FChat' does not exist, or this key may not use it. Did you mean 'tiny/Chat'?"
     assert (twice.status_code, twice.json()) == (404, error(message, param="model", code="model_not_found"))
 
 

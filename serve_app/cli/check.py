@@ -1,0 +1,102 @@
+"""What a start would find wrong with a config.yaml, found before anything is started: all but the weights is read."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from engines.errors import ModelRefused
+from serve_app.access.key_reader import KeyReader
+from serve_app.checkpoints import CheckpointStore
+from serve_app.config.deploy import DeployConfig, load_deploy_config
+from serve_app.config.model import ModelArgs
+from serve_app.config.paths import resolve_path
+from serve_app.config.service import CheckpointsConfig, ServiceConfig
+from serve_app.errors import ConfigRefused
+from serve_app.explain import explain, near
+
+_T = TypeVar("_T")
+
+
+def check(path: Path) -> DeployConfig:
+    """As `load_deploy_config`, and all that Serve, the ingress and the models would refuse, as far as this machine
+    tells. Raises `ConfigRefused` with one sentence for each thing that is wrong.
+    """
+    config = load_deploy_config(path)
+    _refuse(sorted(_of_serve(config, path)))
+    problems = list(_of_engines(config))
+    if config.service is not None:
+        problems += [*_of_keys(config.service, config.ingress_variables), *_of_catalog(config.service)]
+        problems += _of_checkpoints(config.service.checkpoints)
+    _refuse(problems)
+    return config
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigRefused("\n".join(dict.fromkeys(problems)))
+
+
+def _of_serve(config: DeployConfig, path: Path) -> Iterator[str]:
+    from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+
+    # Serve ignores what it does not know, so that a misspelt key would go unnoticed.
+    yield from _unknown(config.raw, ServeDeploySchema, "")
+    for index, application in enumerate(config.raw["applications"]):
+        yield from _unknown(application, ServeApplicationSchema, f"applications[{index}].")
+    try:
+        ServeDeploySchema.model_validate(config.raw)
+    except ValidationError as exc:
+        yield from (explain(error, str(path))[1] for error in exc.errors())
+
+
+def _unknown(section: Mapping[str, object], schema: type[BaseModel], where: str) -> Iterator[str]:
+    known = schema.model_fields
+    for name in section:
+        if name not in known:
+            hint = near(name, known) or f" It has {', '.join(known)}."
+            yield f"{where}{name} is not a key of Serve.{hint}"
+
+
+def _of_keys(service: ServiceConfig, more_variables: Mapping[str, str]) -> Iterator[str]:
+    reader = KeyReader(more_variables)
+    try:
+        _, refusals = asyncio.run(reader.read(service.keys, service.limits))
+    finally:
+        reader.close()
+    yield from map(str, refusals)
+
+
+def _of_catalog(service: ServiceConfig) -> Iterator[str]:
+    from serve_app.catalog.served_model import load_model  # takes seconds to import
+
+    for model in service.models:
+        yield from _complaints(f"The model {model.id!r}", load_model, model)
+
+
+def _of_engines(config: DeployConfig) -> Iterator[str]:
+    for name, args in config.apps.items():
+        if isinstance(args, ModelArgs) and args.engine == "torch":
+            from engines.model.loader import check_source  # torch takes seconds to import
+
+            problems = _complaints("The model", check_source, args.engine_config())
+            yield from (f"applications ({name}): {problem}" for problem in problems)
+
+
+def _of_checkpoints(config: CheckpointsConfig) -> Iterator[str]:
+    for index, root in enumerate(config.roots):
+        place = resolve_path(root.removeprefix("file://"))
+        if "://" not in place and not Path(place).is_dir():
+            yield f"checkpoints.roots[{index}] must be a folder that exists, got {root!r}."
+    yield from _complaints("The store of checkpoints", lambda roots: CheckpointStore.of(roots).close(), config)
+
+
+def _complaints(what: str, look: Callable[[_T], object], at: _T) -> Iterator[str]:
+    try:
+        look(at)
+    except (ConfigRefused, ModelRefused) as exc:
+        yield str(exc)
+    except Exception as exc:  # a tokenizer or a config.json can fail in ways of its own
+        yield f"{what} cannot be loaded: {type(exc).__name__}: {' '.join(str(exc).split())}"

@@ -1,0 +1,73 @@
+"""One base model of the catalogue: what clients call it, who runs it, where its tokenizer lies."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+from typing_extensions import Doc
+
+from serve_app.config.paths import resolve_source
+from serve_app.config.section import Count, Section, Text
+from serve_app.explain import Complaint
+
+
+def _model_name(value: str) -> str:
+    if not value or re.search(r"[:;\s]|/ep/", value) or not value.isprintable():
+        raise Complaint('must be a name without ":", ";", "/ep/" or spaces', value)
+    return value
+
+
+def _variant(value: str) -> str:
+    if not value or re.search(r"[;\s]|/ep/", value) or not value.isprintable():
+        raise Complaint('must be a name without ";", "/ep/" or spaces', value)
+    return value
+
+
+class ModelConfig(Section):
+    """One base model of the catalogue."""
+
+    id: Annotated[
+        str,
+        AfterValidator(_model_name),
+        Doc('What clients put in `model`, without ":", ";", "/ep/" and spaces; no two models may have the same.'),
+    ]
+    app: Annotated[Text, Doc("The application of this file whose replicas run it.")]
+    source: Annotated[
+        Text, Doc("Folder, `.gguf` file or hub id with tokenizer, template and config; as in the `args` of `app`.")
+    ]
+    revision: Annotated[Text | None, Doc("Branch, tag or commit of a hub id; as in the `args` of `app`.")] = None
+    renderer: Annotated[
+        Text | None,
+        Doc("A name of `renderers/registry.py`; null: the one that fits the tokenizer and the template."),
+    ] = None
+    context_length: Annotated[
+        Count | None,
+        Doc(
+            "Longest prompt and reply together, in tokens; null: `max_position_embeddings` of the model, "
+            "which is also the most. Required, and at most that, where the `args` of `app` have one."
+        ),
+    ] = None
+    variants: Annotated[
+        Mapping[Annotated[str, AfterValidator(_variant)], Count],
+        Doc("Other context lengths by name: with `peft:32768: 32768`, clients may ask for `<id>:peft:32768`."),
+    ] = {}
+    allow_checkpoint_chat_template: Annotated[
+        bool,
+        Doc(
+            "Whether a checkpoint's own `chat_template.jinja` is used. "
+            "It is code that the owner of the checkpoint runs in the ingress."
+        ),
+    ] = False
+    fetch_images: Annotated[bool, Doc("Whether images may be `https://` URLs beside data URLs.")] = False
+    also_known_as: Annotated[
+        tuple[Text, ...],
+        Field(strict=False),
+        Doc("Other names by which checkpoints call this base, such as the path it had where they were trained."),
+    ] = ()
+    owned_by: Annotated[Text, Doc("Shown by `GET /models`.")] = "roundhouse"
+
+    @property
+    def weights(self) -> tuple[str, str | None]:
+        """Equal for models that a checkpoint cannot tell apart."""
+        return resolve_source(self.source), self.revision

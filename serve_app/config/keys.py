@@ -1,0 +1,107 @@
+"""The keys that let callers in: whose they are, what they may use, and where each is to be read."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from types import MappingProxyType
+from typing import Annotated, Final, Self
+
+from pydantic import AwareDatetime, Field, StringConstraints, model_validator
+from typing_extensions import Doc
+
+from serve_app.config.section import Bytes, Count, Section, Text
+from serve_app.errors import ConfigRefused
+from serve_app.explain import Complaint
+
+DEMO_KEY: Final = "roundhouse-demo"
+MIN_KEY_CHARACTERS: Final = 16
+_MAX_FILE_BYTES: Final = 1 << 16
+
+HexDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class KeyLimits(Section):
+    """What one key may use; None is no limit. For one key, what is not given is as in the general ones."""
+
+    concurrency: Annotated[Count | None, Doc("Requests at the same time; null: no limit.")] = None
+    bytes_in_flight: Annotated[
+        Bytes | None, Doc("Memory that its requests under way in an ingress may hold; null: no limit.")
+    ] = None
+    requests_per_minute: Annotated[Count | None, Doc("Requests per minute; null: no limit.")] = None
+    tokens_per_minute: Annotated[
+        Count | None, Doc("Prompt and completion tokens per minute, reserved when a request begins; null: no limit.")
+    ] = None
+
+
+class PerKeyLimits(KeyLimits):
+    """What each key may use that has no limits of its own."""
+
+    concurrency: Annotated[Count | None, Doc("Requests at the same time; null: no limit.")] = 256
+    bytes_in_flight: Annotated[
+        Bytes | None, Doc("Memory that the requests under way of a key may hold in an ingress; null: no limit.")
+    ] = 64 * 2**20
+
+
+class KeyConfig(Section):
+    """One caller. The key itself stands nowhere in the configuration: its hash, or where to read it."""
+
+    name: Annotated[Text, Doc("Name of the caller in logs and metrics; no two keys may have the same.")]
+    sha256: Annotated[
+        HexDigest | None, Doc("SHA-256 of the key, in hex. Give exactly one of `sha256`, `env` and `file`.")
+    ] = None
+    env: Annotated[VariableName | None, Doc("Environment variable of the ingress that holds the key.")] = None
+    file: Annotated[Text | None, Doc("File that holds the key.")] = None
+    models: Annotated[
+        tuple[Text, ...] | None,
+        Field(strict=False),
+        Doc("Ids of the base models that it may use, with the checkpoints on them; null: all."),
+    ] = None
+    owner: Annotated[Text | None, Doc("Whose private checkpoints it may use; null: nobody's.")] = None
+    expires_at: Annotated[
+        AwareDatetime | None,
+        Field(strict=False),
+        Doc("From when on it is not valid, such as `2031-01-01T00:00:00Z`; null: never."),
+    ] = None
+    limits: Annotated[KeyLimits, Doc("In place of those in `limits.per_key`; what is not given stays.")] = KeyLimits()
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        given = [name for name in ("sha256", "env", "file") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise Complaint("must have exactly one of sha256, env and file", given)
+        return self
+
+
+def key_digest(key: KeyConfig, more_variables: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """SHA-256 of the key, read from where its configuration says. `more_variables`: those that the ingress has and this
+    process has not. Raises `ConfigRefused`.
+    """
+    if key.sha256 is not None:
+        return bytes.fromhex(key.sha256)
+    if key.env is not None:
+        place = f"the environment variable {key.env!r}"
+        secret = {**os.environ, **more_variables}.get(key.env, "").strip()  # noqa: TID251 - where the rule sends all to
+    else:
+        assert key.file is not None
+        place = f"the file {key.file!r}"
+        try:
+            secret = _read(key.file)
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigRefused(f"The key {key.name!r} cannot be read from {place}.") from exc
+    if not secret:
+        raise ConfigRefused(f"The key {key.name!r} is empty in {place}.")
+    if len(secret) < MIN_KEY_CHARACTERS and secret != DEMO_KEY:
+        least = f"must have at least {MIN_KEY_CHARACTERS} characters, got {len(secret)}"
+        raise ConfigRefused(f"The key {key.name!r} in {place} {least}.")
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def is_expired(key: KeyConfig, now: datetime) -> bool:
+    return key.expires_at is not None and now >= key.expires_at
+
+
+def _read(file: str) -> str:
+    with open(file, "rb") as stream:
+        return stream.read(_MAX_FILE_BYTES).decode("utf-8").strip()

@@ -1,0 +1,71 @@
+"""What in a configuration cannot be used: where it stands, and one sentence that says why."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from serve_app.config.option import names_at
+from serve_app.explain import Complaint, explain, near, path_of
+
+RENAMED: Final[Mapping[str, str]] = {
+    "least_busy": "load_floor",
+    "limits.stop_length": "stop_characters",
+}
+"""Keys that had another name once: old path -> new name. They are refused with the new one."""
+
+SECTIONS: Final = ("models", "checkpoints", "images", "keys", "limits", "config")
+_UNKNOWN: Final = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
+Location = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`path`: `models[1].source`; empty for the whole. `sentence` names it too."""
+
+    path: str
+    sentence: str
+
+    @property
+    def part(self) -> str:
+        """The part that is not taken over: `models[1]`."""
+        return self.path.partition(".")[0]
+
+    @property
+    def section(self) -> str:
+        """One of `SECTIONS`; the last for what stands in none of the others."""
+        name = self.part.partition("[")[0]
+        return name if name in SECTIONS else SECTIONS[-1]
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def refusals(exc: ValidationError, root: type, whole: str, at: Location = ()) -> list[Refusal]:
+    """One for each error. `root`: the section that was validated; `at`: where it stands; `whole`: what to call it when
+    it stands nowhere.
+    """
+    return [_refusal(error, root, whole, at) for error in exc.errors(include_url=False)]
+
+
+def _refusal(error: ErrorDetails, root: type, whole: str, at: Location) -> Refusal:
+    location: Location = (*at, *error["loc"])
+    if error["type"] in _UNKNOWN:
+        path = path_of(location)
+        return Refusal(path, f"{path} {_unknown(str(location[-1]), location, names_at(root, error['loc']))}")
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, ValueError) and not isinstance(cause, Complaint):  # a sentence already
+        return Refusal(path_of(location), str(cause))
+    placed: ErrorDetails = {**error, "loc": location}
+    return Refusal(*explain(placed, whole))
+
+
+def _unknown(name: str, location: Location, known: list[str]) -> str:
+    new = RENAMED.get(path_of(part for part in location if isinstance(part, str)))
+    if new is not None:
+        return f"is now called {new}."
+    if hint := near(name, known, most=1):
+        return f"is not a known key.{hint}"
+    return f"is not a known key; the keys here are {', '.join(known)}." if known else "is not a known key."

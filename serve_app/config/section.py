@@ -1,0 +1,21 @@
+"""A part of the configuration: a frozen pydantic value whose every option carries its range and one sentence."""
+
+from typing import Annotated, Final
+
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict
+
+from engines.config import Bytes, Count, Seconds, Text
+
+__all__ = ["RULES", "Bytes", "Count", "Cpus", "Delay", "Seconds", "Section", "Text"]
+
+Cpus = Annotated[float, Ge(0), Le(1024)]
+Delay = Annotated[float, Ge(0), Le(7 * 86400)]
+
+RULES: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class Section(BaseModel):
+    """Refuses unknown keys and values of another type."""
+
+    model_config = ConfigDict(**RULES, frozen=True)

@@ -1,0 +1,209 @@
+"""`python -m serve_app check` finds what a start would find, without starting anything."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engines.errors import ModelRefused
+from engines.model.loader import load_model
+from serve_app.cli.commands import main
+from tests.support.engine_harness import engine_config, model_folder
+from tests.support.tiny_tokenizer import save_model_folder
+
+ROOT = Path(__file__).parents[3]
+MODEL = "tiny/Model"
+
+
+class Files:
+    """A config.yaml with a model of a few kilobytes, as it can be started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "config.yaml"
+        self.model = folder / "model"
+        self.roots = folder / "checkpoints"
+        self.roots.mkdir()
+        save_model_folder(self.model, context_length=512)
+        for file in model_folder("llama").iterdir():
+            (self.model / file.name).write_bytes(file.read_bytes())
+        self.raw: dict[str, Any] = yaml.safe_load((ROOT / "config.yaml").read_text())
+        self.served.update(id=MODEL, app="tiny", source=str(self.model))
+        del self.served["renderer"]
+        self.user_config["checkpoints"]["roots"] = [str(self.roots)]
+        self.raw["applications"][1].update(name="tiny", args={"id": MODEL, "source": str(self.model)})
+
+    @property
+    def user_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = self.raw["applications"][0]["deployments"][0]["user_config"]
+        return config
+
+    @property
+    def served(self) -> dict[str, Any]:
+        (model,) = self.user_config["models"]
+        return model
+
+    @property
+    def args(self) -> dict[str, Any]:
+        args: dict[str, Any] = self.raw["applications"][1]["args"]
+        return args
+
+    def check(self) -> int:
+        self.path.write_text(yaml.safe_dump(self.raw))
+        return main(["check", "--config", str(self.path)])
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def complaints(files: Files, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert files.check() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err.splitlines()
+
+
+def test_what_can_be_started_is_in_order(files, capsys):
+    assert files.check() == 0
+    assert capsys.readouterr().out == f"{files.path} is in order: {MODEL}.\n"
+
+
+def test_a_key_that_serve_would_ignore_is_found(files, capsys):
+    files.raw["http_optins"] = files.raw.pop("http_options")
+    files.raw["zzz"] = 1
+    first, second = complaints(files, capsys)
+    assert first == "http_optins is not a key of Serve. Did you mean 'http_options'?"
+    assert second.startswith("zzz is not a key of Serve. It has proxy_location, ")
+
+
+def test_what_serve_refuses_is_said_in_a_sentence(files, capsys):
+    files.raw["proxy_location"] = "Nowhere"
+    (sentence,) = complaints(files, capsys)
+    assert sentence.startswith("proxy_location must be ")
+
+
+def test_a_missing_model_folder_is_found(files, capsys):
+    for where in (files.served, files.args):
+        where["source"] = "/nowhere/model"
+    assert complaints(files, capsys) == [
+        "applications (tiny): The source does not exist: '/nowhere/model'.",
+        f"The source of the model '{MODEL}' does not exist: '/nowhere/model'.",
+    ]
+
+
+def test_a_context_longer_than_the_model_is_found(files, capsys):
+    files.served["variants"] = {"long": 1024}
+    files.args["context_length"] = 600
+    files.served["context_length"] = 512
+    said = complaints(files, capsys)
+    assert said == [
+        f"models: the context_length of '{MODEL}:long' must be at most that of its application 'tiny', 600, got 1024."
+    ]
+    del files.served["variants"]
+    source = str(files.model)
+    assert complaints(files, capsys) == [
+        f"applications (tiny): context_length = 600 is more than the 512 tokens that '{source}' was made for."
+    ]
+    del files.args["context_length"]
+    files.served["variants"] = {"long": 1024}
+    most = f"must be at most 512, the max_position_embeddings of '{source}', got 1024"
+    assert complaints(files, capsys) == [f"The context_length of '{MODEL}:long' {most}."]
+
+
+def test_a_missing_checkpoint_root_is_found(files, capsys):
+    file = files.roots / "file"
+    file.touch()
+    files.user_config["checkpoints"]["roots"] = [str(files.roots), f"{files.roots}/none", f"file://{file}"]
+    assert complaints(files, capsys) == [
+        f"checkpoints.roots[1] must be a folder that exists, got '{files.roots}/none'.",
+        f"checkpoints.roots[2] must be a folder that exists, got 'file://{file}'.",
+    ]
+
+
+def test_a_store_of_checkpoints_that_cannot_be_opened_is_found(files, capsys):
+    files.user_config["checkpoints"]["roots"] = ["nosuch://bucket"]
+    (sentence,) = complaints(files, capsys)
+    assert sentence.startswith("The root 'nosuch://bucket' ")
+
+
+def test_no_keys_are_found(files, capsys):
+    files.user_config["keys"] = []
+    assert complaints(files, capsys) == ["keys must not be empty: nobody could call the service."]
+
+
+def test_keys_that_cannot_be_read_are_found_all_at_once(files, capsys, monkeypatch):
+    monkeypatch.delenv("TEST_API_KEY", raising=False)
+    files.user_config["keys"] = [{"name": "ci", "env": "TEST_API_KEY"}, {"name": "file", "file": "/nowhere/key"}]
+    assert complaints(files, capsys) == [
+        "The key 'ci' is empty in the environment variable 'TEST_API_KEY'.",
+        "The key 'file' cannot be read from the file '/nowhere/key'.",
+    ]
+
+
+def test_a_key_may_be_read_from_a_variable_that_the_file_gives_to_the_api(files, capsys, monkeypatch):
+    monkeypatch.delenv("TEST_API_KEY", raising=False)
+    files.user_config["keys"] = [{"name": "ci", "env": "TEST_API_KEY"}]
+    files.raw["applications"][0]["runtime_env"] = {"env_vars": {"TEST_API_KEY": "secret"}}
+    least = "must have at least 16 characters, got 6"
+    assert complaints(files, capsys) == [f"The key 'ci' in the environment variable 'TEST_API_KEY' {least}."]
+    files.raw["applications"][0]["runtime_env"] = {"env_vars": {"TEST_API_KEY": "secret-of-a-length"}}
+    assert files.check() == 0
+
+
+def test_a_renderer_that_is_not_there_is_found(files, capsys):
+    files.served["renderer"] = "gpt9"
+    (sentence,) = complaints(files, capsys)
+    assert sentence.startswith(f"The model '{MODEL}' cannot have the renderer 'gpt9': renderer must be one of ")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"layer_types": ["full_attention"]}, "(3) must be equal to the number of `layer_types` (1)"),
+        ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({"model_type": "no-such-model"}, "no-such-model"),
+        ({"max_position_embeddings": 0}, "names no context length"),
+    ],
+)
+def test_a_model_that_the_engine_does_not_know_is_found(files, capsys, config, words):
+    path = files.model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    files.served["context_length"] = 512
+    sentence = " ".join(complaints(files, capsys))
+    assert "applications (tiny): " in sentence
+    assert words in sentence
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_a_file_that_is_no_json_is_found_without_a_traceback(files, capsys, file):
+    (files.model / file).write_text("{")
+    assert all("cannot be loaded" in sentence for sentence in complaints(files, capsys))
+
+
+def test_weights_that_are_missing_are_found(files, capsys):
+    weights = files.model / "model.safetensors"
+    index = files.model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": weights.name, "b": "model-00002.safetensors"}}))
+    assert complaints(files, capsys) == [
+        f"applications (tiny): The folder '{files.model}' lacks model-00002.safetensors, which {index.name} names."
+    ]
+    index.unlink()
+    weights.unlink()
+    assert complaints(files, capsys) == [
+        f"applications (tiny): The folder '{files.model}' holds no weights, such as model.safetensors."
+    ]
+
+
+def test_what_check_finds_in_a_model_a_start_finds_too(files):
+    (files.model / "model.safetensors").unlink()
+    with pytest.raises(ModelRefused):
+        load_model(engine_config(source=str(files.model)))
+
+
+def test_a_model_without_an_engine_needs_no_weights(files):
+    (files.model / "model.safetensors").unlink()
+    files.args.update(engine="fake", source="nowhere")
+    assert files.check() == 0
