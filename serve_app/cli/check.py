@@ -21,17 +21,26 @@ _T = TypeVar("_T")
 
 
 def check(path: Path) -> DeployConfig:
-    """As `load_deploy_config`, and all that Serve, the ingress and the models would refuse, as far as this machine
-    tells. Raises `ConfigRefused` with one sentence for each thing that is wrong.
-    """
+    """Raises `ConfigRefused` with one sentence for each thing that is wrong."""
+    config = check_file(path)
+    check_here(config)
+    return config
+
+
+def check_file(path: Path) -> DeployConfig:
+    """As `load_deploy_config`, and as Serve itself checks it. Raises `ConfigRefused`."""
     config = load_deploy_config(path)
     _refuse(sorted(_of_serve(config, path)))
+    return config
+
+
+def check_here(config: DeployConfig) -> None:
+    """What the ingress and the models would refuse, if they ran on this machine. Raises `ConfigRefused`."""
     problems = list(_of_engines(config))
     if config.service is not None:
         problems += [*_of_keys(config.service, config.ingress_variables), *_of_catalog(config.service)]
         problems += _of_checkpoints(config.service.checkpoints)
     _refuse(problems)
-    return config
 
 
 def _refuse(problems: list[str]) -> None:

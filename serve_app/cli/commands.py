@@ -15,7 +15,7 @@ from engines.errors import EngineError
 from renderers.base import RenderError
 from serve_app.access.auth import hash_key, new_key
 from serve_app.cli.api_key import VARIABLE, read_api_key
-from serve_app.cli.check import check
+from serve_app.cli.check import check, check_file, check_here
 from serve_app.cli.client import Client, ServiceRefused
 from serve_app.cli.conversation import converse
 from serve_app.cli.launch import LaunchFailed, up
@@ -61,8 +61,10 @@ def _deploy(options: argparse.Namespace) -> None:
     # Imported late, as below: Ray takes a second.
     from serve_app.cli.deployment import Cluster
 
-    config = check(options.config).bound_to(options.host, options.port)
+    config = check_file(options.config).bound_to(options.host, options.port)
     cluster = Cluster.of_service(config.port) if options.address is None else Cluster(options.address)
+    if options.address is None:
+        check_here(config)
     cluster.deploy(config)
 
 
