@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GgufConfig
 from transformers.distributed import DistributedConfig
 
@@ -53,7 +54,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model = loader.from_pretrained(folder, dtype=dtype, **options).eval()
         if config.tensor_parallel == 1:  # else each process' part lies on its device
             model = model.to(device)
-    except (OSError, ValueError, KeyError) as exc:
+    except (OSError, ValueError, KeyError, SafetensorError) as exc:
         raise ModelRefused(f"{config.source!r} cannot be loaded: {exc}") from exc
     model.requires_grad_(False)
     text = model.config.get_text_config()
@@ -106,6 +107,7 @@ def _location(config: EngineConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _check_weight_files(folder: Path) -> None:
+    """They are all there, and those of safetensors are whole: of these the headers are read."""
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ModelRefused(f"The folder {str(folder)!r} holds no weights, such as model.safetensors.")
     for index in folder.glob("*.index.json"):
@@ -116,6 +118,12 @@ def _check_weight_files(folder: Path) -> None:
         missing = sorted(name for name in map(str, named) if not (folder / name).is_file())
         if missing:
             raise ModelRefused(f"The folder {str(folder)!r} lacks {missing[0]}, which {index.name} names.")
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as exc:
+            raise ModelRefused(f"The weights {str(file)!r} cannot be read: {exc}") from exc
 
 
 def split_gguf(source: str) -> tuple[str, str | None]:

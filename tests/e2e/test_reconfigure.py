@@ -1,8 +1,10 @@
 """Changes to a running service."""
 
 import copy
+import hashlib
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.e2e.conftest import Json, Service
@@ -36,14 +38,33 @@ def test_a_new_key_and_model_work_within_seconds_and_restart_nothing(service):
     assert pids(service) == before
 
 
-@pytest.mark.parametrize("value", [{"models": []}, {"models": [{"id": "x"}]}, {"nonsense": 1}])
-def test_a_bad_configuration_changes_nothing(service, value):
+@pytest.mark.parametrize("value", [{"models": []}, {"limits": {"messages": 0}}, {"nonsense": 1}])
+def test_what_is_bad_of_a_configuration_changes_nothing(service, value):
     config, user_config = changed(service)
     user_config.update(value)
     service.deploy(config)
     good = [service.sdk().completions.create(model=MODEL, prompt="x", max_tokens=2) for _ in range(20)]
     assert len(good) == 20
     assert service.is_ready()
+
+
+def status(service: Service, key: str) -> int:
+    return httpx.get(f"{service.url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=10).status_code
+
+
+def test_a_key_is_revoked_by_a_change_that_holds_a_bad_model(service):
+    revoked = "rh-soon-to-be-revoked"
+    config, user_config = changed(service)
+    user_config["keys"].append({"name": "other", "sha256": hashlib.sha256(revoked.encode()).hexdigest()})
+    service.deploy(config)
+    eventually(lambda: status(service, revoked) == 200, 10)
+    config, user_config = changed(service)
+    user_config["models"].append({"id": "no/Model", "app": "m", "source": "/nowhere"})
+    service.deploy(config)
+    eventually(lambda: status(service, revoked) == 401, 10)
+    eventually(lambda: "config_errors" in httpx.get(f"{service.url}/readyz", timeout=10).json(), 10)
+    assert httpx.get(f"{service.url}/readyz", timeout=10).json() == {"status": "ready", "config_errors": ["models"]}
+    assert service.sdk().completions.create(model=MODEL, prompt="x", max_tokens=2).model == MODEL
 
 
 def test_requests_under_way_finish_when_their_model_is_replaced(service):
@@ -72,7 +93,7 @@ def test_an_error_in_the_arguments_of_a_model_is_one_readable_sentence_and_is_co
     service.deploy(config)
     eventually(lambda: serve.status().applications["sleepy"].status == "DEPLOY_FAILED")
     message = serve.status().applications["sleepy"].message
-    assert message.splitlines()[-1] == "max_runing is not a known key, got 3."
+    assert message.splitlines()[-1] == "max_runing is not a known key. Did you mean 'max_running'?"
     assert "Traceback" not in message
     service.deploy(service.config)
     eventually(lambda: serve.status().applications["sleepy"].status == "RUNNING")

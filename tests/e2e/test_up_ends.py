@@ -1,6 +1,8 @@
 """How `python -m serve_app up` ends: refused, failed, without its Ray, interrupted; and two on one machine."""
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +14,9 @@ import httpx
 import pytest
 
 from serve_app.config.deploy import free_port
+from tests.support import engine_harness
 from tests.support.running_up import MODEL, ROOT, Up, processes, title, with_catalogue, write
+from tests.support.tiny_tokenizer import save_model_folder
 from tests.support.waiting import eventually
 
 
@@ -31,7 +35,7 @@ def test_a_mistake_in_the_file_is_said_before_anything_starts(config, tmp_path):
     broken = {**config, "applications": [{**config["applications"][0], "args": {"replica": 2}}]}
     status, printed = Up(write(broken, tmp_path)).end(signal.SIGCONT)
     assert status == 2
-    assert "applications[0] (api): replica is not a known key, got 2.\n" in printed
+    assert "applications[0] (api): replica is not a known key. Did you mean 'replicas'?\n" in printed
     assert status == 2
 
 
@@ -43,15 +47,19 @@ def test_a_key_that_cannot_be_read_is_said_before_anything_starts(config, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_catalogue_that_the_ingress_refuses_ends_it_with_the_reason(config, tmp_path):
-    """`check` loads no tokenizer, so this is found by the ingress alone."""
+def test_a_catalogue_that_the_ingress_refuses_ends_it_with_the_reason(config, model_folder, monkeypatch, tmp_path):
+    """The ingress' relative paths start elsewhere than those of this machine's `check`."""
+    folder = Path(model_folder)
+    monkeypatch.setenv("ROUNDHOUSE_ROOT", str(folder.parent))
     (served,) = config["applications"][0]["deployments"][0]["user_config"]["models"]
-    broken = with_catalogue(config, models=[{**served, "renderer": "gpt9"}])
+    models = [{**served, "source": f"./{folder.name}"}]
+    broken = with_catalogue(config, models=models, checkpoints={"roots": [str(tmp_path)]})
+    broken["applications"][0]["runtime_env"] = {"env_vars": {"ROUNDHOUSE_ROOT": "/nowhere"}}
     with Up(write(broken, tmp_path), "--port", str(free_port())) as up:
         up.read_until("failed to deploy: ")  # Serve tries three times: on a busy machine longer than `end` waits
         status, printed = up.end(signal.SIGCONT)
     assert status == 1
-    reason = f"The model '{MODEL}' cannot have the renderer 'gpt9': renderer must be one of "
+    reason = f"The source of the model '{MODEL}' does not exist: '/nowhere/{folder.name}'."
     assert f"The application 'api' failed to deploy: {reason}" in printed
     assert up.left_over() == []
 
@@ -73,17 +81,34 @@ def test_when_serve_dies_early_it_says_so_and_leaves_nothing(config, tmp_path):
     assert up.left_over() == []
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_is_named_with_the_reason(config, model_folder, tmp_path):
+def test_a_model_that_cannot_be_started_is_said_before_anything_starts(config, model_folder, tmp_path):
     api, model = config["applications"]
-    args = {"id": MODEL, "source": model_folder, "cpus_per_replica": 0.1}  # it has no weights
-    broken = {**config, "applications": [api, {**model, "args": args}]}
+    args = {"id": MODEL, "source": model_folder, "cpus_per_replica": 0.1}
+    broken = write({**config, "applications": [api, {**model, "args": args}]}, tmp_path)
+    status, printed = Up(broken).end(signal.SIGCONT)
+    assert status == 2
+    reason = f"The folder '{model_folder}' holds no weights, such as model.safetensors."
+    assert printed == f"applications (smollm2-135m): {reason}\n"
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_is_named_with_the_reason(config, tmp_path):
+    """Its weights are of another size than it says: to see that they have to be loaded."""
+    source = save_model_folder(tmp_path / "model")
+    for file in engine_harness.model_folder("llama").iterdir():
+        shutil.copy(file, source)
+    facts = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**facts, "intermediate_size": 77}))
+    api, model = config["applications"]
+    (served,) = api["deployments"][0]["user_config"]["models"]
+    broken = with_catalogue(config, models=[{**served, "source": str(source)}])
+    broken["applications"][1] = {**model, "args": {"id": MODEL, "source": str(source), "cpus_per_replica": 0.1}}
     with Up(write(broken, tmp_path), "--port", str(free_port())) as up:
         up.read_until("failed to deploy: ")  # three times torch is loaded first
         status, printed = up.end(signal.SIGCONT)
     assert status == 1
     assert "The application 'smollm2-135m' failed to deploy: " in printed
-    assert "no file named model.safetensors" in printed
+    assert "ignore_mismatched_sizes" in printed
     assert up.left_over() == []
 
 

@@ -197,6 +197,15 @@ def test_weights_that_are_missing_are_found(files, capsys):
     ]
 
 
+def test_weights_that_are_cut_off_are_found(files, capsys):
+    weights = files.model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (sentence,) = complaints(files, capsys)
+    assert sentence.startswith(f"applications (tiny): The weights '{weights}' cannot be read: ")
+    with pytest.raises(ModelRefused, match="cannot be loaded"):
+        load_model(engine_config(source=str(files.model)))
+
+
 def test_what_check_finds_in_a_model_a_start_finds_too(files):
     (files.model / "model.safetensors").unlink()
     with pytest.raises(ModelRefused):
