@@ -1,0 +1,50 @@
+"""What the applications tell Serve of their arguments."""
+
+from typing import Any
+
+import pytest
+
+from serve_app import app
+
+MODEL: dict[str, object] = {"id": "m", "source": "owner/model"}
+
+
+def deployments(application: Any) -> dict[str, Any]:
+    """Those of an application, by name."""
+    bound = application._bound_deployment  # Serve has no other way to ask
+    below = [inner for inner in bound.init_args if hasattr(inner, "_bound_deployment")]
+    return {bound.name: bound, **{name: found for inner in below for name, found in deployments(inner).items()}}
+
+
+def engine(**args: object) -> Any:
+    return deployments(app.model({**MODEL, **args}))["engine"]
+
+
+@pytest.mark.parametrize(
+    ("args", "resources"),
+    [
+        ({}, {"num_cpus": 1.0, "num_gpus": 0.0}),
+        ({"cpus_per_replica": 3}, {"num_cpus": 3.0, "num_gpus": 0.0}),
+        (
+            {"gpus_per_replica": 0.5, "accelerator_type": "H200"},
+            {"num_cpus": 1.0, "num_gpus": 0.5, "accelerator_type": "H200"},
+        ),
+    ],
+)
+def test_a_replica_reserves_what_its_arguments_say(args: Any, resources: dict[str, object]) -> None:
+    options = dict(engine(**args).ray_actor_options)
+    variables = options.pop("runtime_env")["env_vars"]
+    assert options == resources
+    assert variables.get("CUDA_VISIBLE_DEVICES") == (None if resources["num_gpus"] else "")
+
+
+def test_the_router_of_a_model_knows_when_a_replica_is_too_busy_for_a_key() -> None:
+    made = engine(load_factor=2, load_floor=9, max_running=3, max_waiting=4)
+    router = made._deployment_config.request_router_config
+    assert router.request_router_kwargs == {"capacity": 7, "load_factor": 2.0, "load_floor": 9}
+
+
+def test_an_ingress_takes_as_many_requests_as_its_arguments_say() -> None:
+    ingress = deployments(app.api({"replicas": 3, "max_ongoing_requests": 77, "cpus_per_replica": 0.5}))["ingress"]
+    assert (ingress.num_replicas, ingress.max_ongoing_requests) == (3, 77)
+    assert ingress.ray_actor_options["num_cpus"] == 0.5
