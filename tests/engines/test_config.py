@@ -13,6 +13,7 @@ COUNTS = (
     "max_waiting",
     "max_step_tokens",
     "max_step_tokens_decoding",
+    "image_cache_bytes",
     "max_adapters",
     "max_adapter_rank",
     "adapter_bytes",

@@ -46,5 +46,5 @@ def test_the_router_of_a_model_knows_when_a_replica_is_too_busy_for_a_key() -> N
 
 def test_an_ingress_takes_as_many_requests_as_its_arguments_say() -> None:
     ingress = deployments(app.api({"replicas": 3, "max_ongoing_requests": 77, "cpus_per_replica": 0.5}))["ingress"]
-    assert (ingress.num_replicas, ingress.max_ongoing_requests) == (3, 77)
+    assert (ingress.num_replicas, ingress._deployment_config.max_queued_requests) == (3, 77)
     assert ingress.ray_actor_options["num_cpus"] == 0.5

@@ -20,7 +20,7 @@ MINIMAL = {"id": "m", "source": "owner/model"}
         ({"prefill_ratio": float("nan")}, "prefill_ratio must be a finite number, got NaN."),
         (
             {"health": {"build": "x"}},
-            "health.build is not a known key; the keys here are stalled_after_s, restart_after_s.",
+            "health.build is not a known key; the keys here are stalled_after_s, restart_after_s, silent_after_s.",
         ),
         (
             {"fake": {"tokens_per_step": 2}},
