@@ -70,11 +70,11 @@ def _without_ignored(content: bytes, names: Known | None, longest_context: int) 
     """Raises `ValueError` for some of what is no JSON; the rest is found by whoever reads the result."""
     structure = Structure.of(content)
     last = len(structure.kinds) - 1
+    if structure.deepest > _MAX_DEPTH:
+        raise InvalidRequest(f"The request body must be nested at most {_MAX_DEPTH} deep, got {structure.deepest}.")
     if not structure.is_balanced or names is None or structure.kinds[0] != ord("{"):
         _check_number(structure.num_values(-1, last + 1))
         return content
-    if structure.deepest > _MAX_DEPTH:
-        raise InvalidRequest(f"The request body must be nested at most {_MAX_DEPTH} deep, got {structure.deepest}.")
     cutter = _Cutter(content, structure, longest_context)
     cutter.cut(0, last, names)
     _check_number(structure.num_values(-1, last + 1) - cutter.num_cut)

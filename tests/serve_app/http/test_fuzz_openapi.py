@@ -117,7 +117,7 @@ def about_these_models(document: Any) -> Any:
 def test_no_made_up_request_for_a_reply_breaks_the_description(edge: RunningEdge, document: Any, path: str) -> None:
     answers = explore(edge, document, path)
     assert {status for _, status in answers} - {200} == {400, 401, 404, 405, 415}
-    assert answers[f"POST {path}", 400] > 100, answers
+    assert answers[f"POST {path}", 400] > 30, answers
 
 
 @pytest.mark.slow
