@@ -26,7 +26,7 @@ from serve_app.replicas.over_ray import ENGINE_DEPLOYMENT
 _DRAIN_CHECK_INTERVAL_S = 0.2
 _HEALTH_CHECK_PERIOD_S = 2.0
 _INGRESS_HEALTH_CHECK_PERIOD_S = 1.0  # the clock on which the ages of replicas' reports are measured
-# Serve replaces what misses three checks in a row: a process that is stopped is gone after some 25 s.
+# Serve replaces what misses three checks in a row, after some 25 s.
 _HEALTH_CHECK_TIMEOUT_S = 8.0
 _ROUTING_STATS_PERIOD_S = 1.0
 # Serve must not turn requests away before the engine does: it counts those that are being routed, not those that run.

@@ -20,11 +20,13 @@ from serve_app.replicas.channel.link import Links, run_request
 from serve_app.replicas.channel.listener import Endpoint
 from serve_app.replicas.in_process import LocalReplicas
 from serve_app.replicas.reports import BEAT_S, Report
+from serve_app.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 _TORCH_ENGINE = ("engines.torch_engine", "TorchEngine")
 _REPORT_INTERVAL_S = 1.0
+_SILENCES = 3  # a replica that is silent for so many times `silent_after_s` is killed
 
 
 class EngineUnhealthy(RuntimeError):
@@ -42,6 +44,7 @@ class Replica:
         self._limits = args.health
         self._engine = _make_engine(args)
         await self._engine.start()
+        self._watchdog = Watchdog(_SILENCES * args.health.silent_after_s)
         self._links = Links()
         self._local = LocalReplicas({"": self._engine})
         self._serials = itertools.count(1)
@@ -106,6 +109,7 @@ class Replica:
         self._reporting.cancel()
         await self._engine.close()
         await self._links.close()
+        await self._watchdog.close()
 
     def _is_ready(self, stats: EngineStats) -> bool:
         return not stats.failed and stats.stalled_s <= self._limits.stalled_after_s

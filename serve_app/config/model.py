@@ -68,7 +68,7 @@ class HealthLimits(Section):
         Le(3600),
         Doc(
             "Without a report for this long, as of a stopped process, a replica is not ready and gets requests last. "
-            "Serve replaces what misses three health checks, after some 25 s."
+            "After three times as long it is killed and replaced."
         ),
     ] = 7.0
 

@@ -35,7 +35,7 @@ def with_pair(config: Json) -> Json:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[float]:
-    """The process stopped, until Serve kills it; when it was stopped."""
+    """The process stopped, until it is killed; when it was stopped."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield time.monotonic()
@@ -59,10 +59,10 @@ def test_readiness_tells_of_a_replica_that_is_stopped_and_it_is_replaced(service
     with stopped(victim) as stopped_at:
         eventually(lambda: not service.is_ready(), 20)
         assert time.monotonic() - stopped_at < 12
-        eventually(lambda: replica_processes("m") not in ([victim], []), 60)
-        replaced_after_s = time.monotonic() - stopped_at
+        eventually(lambda: victim not in replica_processes("m"), 60)
+        eventually(lambda: replica_processes("m"), 60)
+        assert time.monotonic() - stopped_at < 40
         eventually(service.is_ready, 60)
-    assert replaced_after_s < 45
     assert complete(service, MODEL, "x")[0] == 200
 
 
@@ -85,7 +85,7 @@ def test_what_comes_while_one_of_two_replicas_is_stopped_is_answered_by_the_othe
         assert sorted(seconds for _, seconds in answers)[-2] < 2, answers
         assert service.is_ready()
         eventually(lambda: victim not in replica_processes("pair"), 60)
-        assert time.monotonic() - stopped_at < 45
+        assert time.monotonic() - stopped_at < 40
         assert known_at - stopped_at < 15
     eventually(lambda: len(replica_processes("pair")) == 2, 60)
     eventually(lambda: service.is_idle("pair"), 30)
