@@ -23,8 +23,7 @@ _LONGEST_GAP_S = 3.0  # between two calls of a controller that is well; more is 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica says of itself, in Serve's routing stats. Before its first report a replica is ready: its
-    constructor has returned.
+    """What a replica says of itself, in Serve's routing stats.
 
     `is_ready`: its engine makes progress. `adapters`: digests in its device slots. `beat` changes every `BEAT_S`.
     `good_for_s`: a report that is older than this does not count.
@@ -46,8 +45,14 @@ class Report:
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> "Report":
-        """From what `fields` made, perhaps in a replica of a newer version, which may say more."""
+        """From what `fields` made, perhaps in a replica of a newer version, which may say more. Empty: `UNHEARD`."""
+        if not fields:
+            return UNHEARD
         return cls(**{name: fields[name] for name in cls.__slots__ if name in fields})  # type: ignore[arg-type]
+
+
+UNHEARD = Report(good_for_s=10.0)
+"""Of a replica that has not reported yet: it is ready, as its constructor has returned, but must report soon."""
 
 
 @dataclass(frozen=True, slots=True)

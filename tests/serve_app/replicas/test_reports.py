@@ -60,19 +60,22 @@ def test_while_the_controller_is_away_no_report_ages():
     assert reports.silent("m") == {"a"}
 
 
-def test_before_its_first_report_a_replica_is_ready_at_any_age():
+def test_before_its_first_report_a_replica_is_ready_but_not_for_long():
     clock, reports = made()
-    reports.put("m", {"a": Report()})
-    clock.run(reports, 1000.0)
-    (state,) = reports.replicas("m") or ()
-    assert (state.is_ready, state.report.good_for_s) == (True, math.inf)
+    reports.put("m", {"a": Report.of({})})
+    clock.run(reports, 10.0)
+    assert [replica.is_ready for replica in reports.replicas("m") or ()] == [True]
+    clock.run(reports, 1.0)
+    assert reports.silent("m") == {"a"}
+    reports.put("m", {"a": said(0)})
+    assert not reports.silent("m")
 
 
 def test_a_report_survives_the_way_through_serve_and_a_newer_replica_may_say_more():
     report = Report(is_ready=False, adapters=("d",), beat=7, good_for_s=5.0)
     assert Report.of(report.fields()) == report
     assert Report.of({**report.fields(), "load": 3}) == report
-    assert Report.of({}) == Report()
+    assert Report.of({"is_ready": True, "adapters": ("d",)}).good_for_s == math.inf  # of a version without an age
 
 
 THERE = """
