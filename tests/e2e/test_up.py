@@ -25,7 +25,6 @@ from tests.support.waiting import eventually
 # What listens where other machines reach it although the service's host is 127.0.0.1, and why that must be.
 LISTEN_ELSEWHERE = {
     "ray::ServeReplica": "Serve binds each replica's gRPC server to [::], without a switch; it asks for Ray's token",
-    "haproxy": "its statistics and metrics, which need no key",
 }
 
 
