@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from serve_app.config.deploy import free_port
-from tests.e2e.test_up import KEY, MODEL, ROOT, Up, processes, title, write
+from tests.support.running_up import KEY, MODEL, ROOT, Up, processes, title, write
 from tests.support.waiting import eventually
 
 MAX_REQUESTS = 4
