@@ -152,7 +152,7 @@ class _Service:
                 say(f"Still starting after {now - started:.0f} s. {state}")
                 shown_at = now
             elif state != shown:
-                say(state)
+                say(f"Waiting: {state}")
             shown = state
             time.sleep(_POLL_S)
 
