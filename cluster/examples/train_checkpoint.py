@@ -11,6 +11,7 @@ tinker://RUN/sampler_weights/NAME. Nothing is announced and nothing restarts.
 import argparse
 import hashlib
 import json
+import os
 import random
 import tempfile
 import time
@@ -159,7 +160,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", default=time.strftime("run-%Y%m%d-%H%M%S"), help="name of the run in the store")
     parser.add_argument("--owner", default="", help="who alone may sample it; empty: every key")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of the service")
-    parser.add_argument("--key", default="roundhouse-demo")
+    key = os.environ.get("ROUNDHOUSE_API_KEY", "roundhouse-demo")
+    parser.add_argument("--key", default=key, help="shows in `ps`; default: $ROUNDHOUSE_API_KEY, or the demo's")
     parser.add_argument("--offline", action="store_true", help="only train and save")
     parser.add_argument("--rank", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="0: the recipe's own number")

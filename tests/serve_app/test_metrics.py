@@ -11,6 +11,7 @@ from engines.fake import FakeConfig, FakeEngine
 from engines.protocol import EngineCounters, EngineStats, GenerateRequest, Output
 from serve_app.api.record import RequestRecord
 from serve_app.checkpoints import CheckpointStore, StoreCounters
+from serve_app.config.refusal import SECTIONS, Refusal
 from serve_app.config.service import CheckpointsConfig
 from serve_app.metrics import (
     ENGINE_COUNTERS,
@@ -222,9 +223,26 @@ class Exporting(ListRecorder):
         self.metrics.request_ended(record)
         super().request_ended(record)
 
-    def config_checked(self, error: str | None) -> None:
-        super().config_checked(error)
-        self.metrics.config_checked(error)
+    def config_checked(self, refusals: Sequence[Refusal]) -> None:
+        super().config_checked(refusals)
+        self.metrics.config_checked(refusals)
+
+
+def test_what_is_refused_of_a_configuration_is_counted_by_section_and_forgotten_when_it_is_good() -> None:
+    ledger = Ledger()
+    metrics = IngressMetrics(ledger.exporter)
+
+    def counted(*paths: str) -> dict[str, float]:
+        metrics.config_checked([Refusal(path, f"{path} is wrong.") for path in paths])
+        return {section: ledger.last("roundhouse_config_error", section=section) for section in SECTIONS}
+
+    nothing = dict.fromkeys(SECTIONS, 0)
+    assert counted("models[1].source", "models", "keys[0]", "", "nonsense") == nothing | {
+        "models": 2,
+        "keys": 1,
+        "config": 2,
+    }
+    assert counted() == nothing
 
 
 def use_checkpoints(edge: RunningEdge, cache: Path) -> None:
