@@ -140,11 +140,13 @@ def service(session_service: Service) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def config(model_folder: str) -> Json:
-    """config.yaml with a model that costs nothing."""
+    """config.yaml with a model that costs nothing, and without checkpoints."""
     raw: Json = yaml.safe_load((ROOT / "config.yaml").read_text())
     api, model = raw["applications"]
-    (served,) = api["deployments"][0]["user_config"]["models"]
+    user_config = api["deployments"][0]["user_config"]
+    (served,) = user_config["models"]
     served["source"] = model_folder
+    user_config["checkpoints"] = {"roots": []}
     fake = {"vocab_size": 512, "step_s": 0.02, "reply_tokens": None}
     model["args"] = {"id": MODEL, "source": model_folder, "engine": "fake", "fake": fake, "cpus_per_replica": 0.1}
     return raw
