@@ -161,7 +161,7 @@ async def first_token(port: int) -> None:
 def configuration(folder: str) -> dict[str, object]:
     """config.yaml with other models."""
     config = yaml.safe_load((ROOT / "config.yaml").read_text())
-    api, model = config["applications"]
+    api, model, *_ = config["applications"]
     api["deployments"][0]["user_config"] = {
         "models": [{"id": name, "app": name, "source": folder} for name in ("flat", "paced")],
         "keys": [{"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}],

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from serve_app.config.deploy import free_port
+from tests.support.demo_config import text_config
 
 ROOT = Path(__file__).parents[2]
 MODEL_FOLDER = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
@@ -96,7 +97,7 @@ def _checkpoints(store: Path) -> Path:
 
 
 def _config(store: Path) -> Json:
-    config: Json = yaml.safe_load((ROOT / "config.yaml").read_text())
+    config: Json = text_config()
     api, demo = config["applications"]
     (ingress,) = api["deployments"]
     served = ingress["user_config"]

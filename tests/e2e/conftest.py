@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import yaml
 
 # Before Ray is imported: it reads these as it is.
 os.environ.update(
@@ -32,7 +31,8 @@ os.environ.update(
 os.environ.pop("RAY_ADDRESS", None)
 
 from tests.e2e.service_config import KEY, service_config
-from tests.support.running_up import MODEL, ROOT
+from tests.support.demo_config import text_config
+from tests.support.running_up import MODEL
 from tests.support.waiting import eventually
 
 Json = dict[str, Any]
@@ -141,7 +141,7 @@ def service(session_service: Service) -> Iterator[Service]:
 @pytest.fixture(scope="session")
 def config(model_folder: str) -> Json:
     """config.yaml with a model that costs nothing, and without checkpoints."""
-    raw: Json = yaml.safe_load((ROOT / "config.yaml").read_text())
+    raw: Json = text_config()
     api, model = raw["applications"]
     user_config = api["deployments"][0]["user_config"]
     (served,) = user_config["models"]

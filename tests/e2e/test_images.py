@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from PIL import Image
 
 from tests.e2e.conftest import Service
 from tests.e2e.service_config import Json, model
 from tests.e2e.test_failures import replica_processes
 from tests.support.demo_modules import ROOT
-from tests.support.image_files import COLOURS, data_url, encoded
+from tests.support.image_files import data_url, encoded, picture
 from tests.support.waiting import eventually
 
 VISION = "roundhouse/tiny-vision"
@@ -58,7 +57,7 @@ def seeing(session_service: Service) -> Iterator[Service]:
 
 
 def colour_of(sdk: openai.OpenAI, colour: str) -> str:
-    url = data_url(encoded(Image.new("RGB", (640, 480), COLOURS[colour])))
+    url = data_url(encoded(picture(colour)))
     reply = sdk.chat.completions.create(
         model=VISION,
         messages=[

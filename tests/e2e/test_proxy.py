@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from serve_app.config.deploy import free_port
-from tests.support.running_up import KEY, MODEL, ROOT, Up, processes, title, write
+from tests.support.demo_config import text_config
+from tests.support.running_up import KEY, MODEL, Up, processes, title, write
 from tests.support.waiting import eventually
 
 MAX_REQUESTS = 4
@@ -49,7 +49,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    raw = yaml.safe_load((ROOT / "config.yaml").read_text())
+    raw = text_config()
     api, model = raw["applications"]
     api["args"]["max_ongoing_requests"] = MAX_REQUESTS
     api["deployments"][0]["user_config"]["models"][0]["source"] = model_folder

@@ -6,9 +6,17 @@ import struct
 import zlib
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
 COLOURS = {"red": (220, 30, 30), "blue": (40, 70, 220), "green": (30, 160, 50), "yellow": (240, 220, 40)}
+
+
+def picture(colour: str, size: tuple[int, int] = (320, 240)) -> Image.Image:
+    """A disc of this colour on white."""
+    image = Image.new("RGB", size, (245, 245, 245))
+    x, y, radius = size[0] // 2, size[1] // 2, min(size) * 2 // 5
+    ImageDraw.Draw(image).ellipse([x - radius, y - radius, x + radius, y + radius], fill=COLOURS[colour])
+    return image
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:

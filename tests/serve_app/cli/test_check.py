@@ -10,6 +10,7 @@ import yaml
 from engines.errors import ModelRefused
 from engines.model.loader import load_model
 from serve_app.cli.commands import main
+from tests.support.demo_config import text_config
 from tests.support.engine_harness import engine_config, model_folder
 from tests.support.tiny_tokenizer import save_model_folder
 
@@ -28,7 +29,7 @@ class Files:
         save_model_folder(self.model, context_length=512)
         for file in model_folder("llama").iterdir():
             (self.model / file.name).write_bytes(file.read_bytes())
-        self.raw: dict[str, Any] = yaml.safe_load((ROOT / "config.yaml").read_text())
+        self.raw: dict[str, Any] = text_config()
         self.served.update(id=MODEL, app="tiny", source=str(self.model))
         del self.served["renderer"]
         self.user_config["checkpoints"]["roots"] = [str(self.roots)]

@@ -14,6 +14,7 @@ from serve_app.cli.commands import main
 from serve_app.cli.launch import welcome
 from serve_app.config.deploy import load_deploy_config
 from serve_app.config.keys import KeyConfig, KeyLimits
+from tests.support.demo_config import text_config
 from tests.support.harness import BASE, CHAT, KEY, RunningEdge
 
 pytest_plugins = ("tests.support.edge_fixtures",)
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def config(tmp_path: Path, model_folders: dict[str, str]) -> str:
     """The repository's config.yaml with a tiny model."""
-    raw = yaml.safe_load((ROOT / "config.yaml").read_text())
+    raw = text_config()
     api, model = raw["applications"]
     user_config = api["deployments"][0]["user_config"]
     user_config["models"] = [{"id": CHAT, "app": "tiny", "source": model_folders["chat"], "renderer": "qwen3"}]
@@ -220,7 +221,7 @@ def test_the_welcome_shows_an_ipv6_address_as_urls_have_it(host, shown):
 
 
 def test_without_the_demo_key_no_key_is_shown(tmp_path):
-    raw = yaml.safe_load((ROOT / "config.yaml").read_text())
+    raw = text_config()
     raw["applications"][0]["deployments"][0]["user_config"]["keys"] = []
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(raw))

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from serve_app.config.deploy import free_port
+from tests.support.demo_config import text_config
 from tests.support.fake_driver import DASHBOARD, REASON
 from tests.support.readme_blocks import blocks
 from tests.support.waiting import eventually
@@ -90,7 +91,7 @@ class Starter:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Starter]:
-    raw = yaml.safe_load((ROOT / "config.yaml").read_text())
+    raw = text_config()
     for application in raw["applications"]:
         application["args"]["graceful_shutdown_timeout_s"] = 0.5
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(raw))

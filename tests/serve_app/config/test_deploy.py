@@ -21,6 +21,7 @@ from serve_app.config.deploy import (
 from serve_app.config.keys import DEMO_KEY
 from serve_app.config.proxy import CONNECTIONS_PER_SOURCE, HEALTH_PORT
 from serve_app.errors import ConfigRefused
+from tests.support.demo_config import text_config
 
 ROOT = Path(__file__).parents[3]
 STATS_PORT = "RAY_SERVE_HAPROXY_STATS_PORT"
@@ -28,7 +29,7 @@ STATS_PORT = "RAY_SERVE_HAPROXY_STATS_PORT"
 
 @pytest.fixture
 def raw() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "config.yaml").read_text())
+    loaded: dict[str, Any] = text_config()
     return loaded
 
 
@@ -55,7 +56,7 @@ def environment(config: DeployConfig) -> dict[str, str]:
 
 def test_the_config_of_the_repository_is_in_order_and_is_the_demo():
     config = load_deploy_config(ROOT / "config.yaml")
-    assert config.model_ids == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert config.model_ids == ["HuggingFaceTB/SmolLM2-135M-Instruct", "roundhouse/tiny-vision"]
     assert config.has_demo_key
     assert (config.host, config.port) == ("127.0.0.1", 8000)
     assert DEMO_KEY not in (ROOT / "config.yaml").read_text().replace('"roundhouse-demo"', "")

@@ -9,13 +9,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from PIL import Image, ImageDraw
 from transformers import AutoTokenizer
 
 from engines.config import EngineConfig
 from engines.torch_engine import TorchEngine
 from tests.support.harness import KEY, RunningEdge, config_for, running_edge
-from tests.support.image_files import COLOURS, data_url, encoded
+from tests.support.image_files import data_url, encoded, picture
 from tests.support.readme_blocks import ROOT
 
 MODELS = {
@@ -24,14 +23,6 @@ MODELS = {
 }
 WHICH = "What colour is the shape?"
 EACH = "What is in each image?"
-
-
-def picture(colour: str, background: str = "white", size: tuple[int, int] = (320, 240)) -> Image.Image:
-    """A disc in the middle."""
-    image = Image.new("RGB", size, (245, 245, 245) if background == "white" else COLOURS[background])
-    x, y, radius = size[0] // 2, size[1] // 2, min(size) * 2 // 5
-    ImageDraw.Draw(image).ellipse([x - radius, y - radius, x + radius, y + radius], fill=COLOURS[colour])
-    return image
 
 
 def url_of(colour: str, format: str = "PNG", **options: Any) -> str:
