@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support.ray_environment import set_ray_environment
+
+set_ray_environment()  # before a test module imports Ray
 if not Path("/dev/nvidiactl").exists():
     # Before Triton is imported: without a device its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")

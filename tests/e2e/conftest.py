@@ -3,8 +3,6 @@
 Nothing of it is left when the session ends. HAProxy mode: `test_up.py` and `test_proxy.py`.
 """
 
-import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,20 +13,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-
-# Before Ray is imported: it reads these as it is.
-os.environ.update(
-    RAY_USAGE_STATS_ENABLED="0",
-    RAY_AUTH_MODE="token",  # as Ray has it; a token of these tests, not one that Ray writes into the home folder
-    RAY_AUTH_TOKEN=secrets.token_hex(32),
-    RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S="1",
-    RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60",  # as in config.yaml
-    RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",
-    RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",
-    RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS="1",
-    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH="serve_app.proxy:middlewares",
-)
-os.environ.pop("RAY_ADDRESS", None)
 
 from tests.e2e.service_config import KEY, service_config
 from tests.support.demo_config import text_config

@@ -71,7 +71,7 @@ def test_deploy_goes_to_no_cluster_that_it_was_not_told_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["deploy", "--port", "8123"]) == 2
+    assert main(["deploy", "--config", str(ROOT / "config.yaml"), "--port", "8123"]) == 2
     assert capsys.readouterr().err == (
         "No service that `up` started serves on port 8123. "
         "Name its port with --port, or another cluster's dashboard with --address.\n"
