@@ -1,10 +1,14 @@
 """Checkpoints: LoRA adapters that training runs save for sampling, found, verified and kept by their content.
 
-    store.py        CheckpointStore: the way in
+    checkpoint.py   Checkpoint: what a path has now, and whose it is
+    store.py        CheckpointStore: the entry to this package
     local.py        roots on a file system        remote.py      roots behind fsspec
-    content.py      one folder: complete, whose, which digest      metadata.py    checkpoint.json
-    archive.py tar.py   a checkpoint as a tar file                 disk_cache.py  local copies, bounded
-    listing.py      which there are               report.py      errors, with whose checkpoint it is
+    content.py      one folder: whether it is complete, its owner, its digest
+    metadata.py     checkpoint.json
+    archive.py      a checkpoint as a tar file    tar.py         reading tar files
+    disk_cache.py   local copies, bounded
+    listing.py      which checkpoints there are
+    report.py       errors, with the checkpoint that they are about
     root_folder.py  opening files below a root    filesystem.py  fsspec
 
 Errors are those of `serve_app.errors`: `CheckpointError` and below, and `InvalidRequest` for a link out of its root.
