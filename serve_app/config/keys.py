@@ -64,7 +64,7 @@ class KeyConfig(Section):
         Field(strict=False),
         Doc("From when on it is not valid, such as `2031-01-01T00:00:00Z`; null: never."),
     ] = None
-    limits: Annotated[KeyLimits, Doc("In place of those in `limits.per_key`; what is not given stays.")] = KeyLimits()
+    limits: Annotated[KeyLimits, Doc("Replaces values of `limits.per_key`; the others stay.")] = KeyLimits()
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:

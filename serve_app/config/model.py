@@ -28,7 +28,7 @@ _TARGET_SHARE = 0.8  # of the batch: the rest takes the arrivals until a new rep
 class ReplicaCounts(Section):
     """Bounds and target of autoscaling; equal bounds switch it off."""
 
-    min: Annotated[int, Ge(0), Le(10_000), Doc("Fewest replicas; at 0 an idle model sleeps until it is asked.")] = 1
+    min: Annotated[int, Ge(0), Le(10_000), Doc("Fewest replicas; at 0 an idle model sleeps until a request comes.")] = 1
     max: Annotated[int, Ge(1), Le(10_000), Doc("Most replicas.")] = 1
     target: Annotated[
         Annotated[float, Gt(0)] | None,
@@ -101,9 +101,15 @@ class ModelArgs(EngineOptions):
     )
     replicas: Annotated[ReplicaCounts, Doc("How many replicas there are.")] = ReplicaCounts()
     load_factor: Annotated[
-        float, Ge(1), Le(100), Doc("A key leaves its replica when that has this many times the average load …")
+        float,
+        Ge(1),
+        Le(100),
+        Doc(
+            "Requests with the same key keep their replica until it has this many times the average load, and at least "
+            "`load_floor` requests."
+        ),
     ] = 1.5
-    load_floor: Annotated[Count, Doc("… and at least this many requests.")] = 4
+    load_floor: Annotated[Count, Doc("See `load_factor`.")] = 4
     health: Annotated[HealthLimits, Doc("When a replica counts as stalled.")] = HealthLimits()
     graceful_shutdown_timeout_s: Annotated[Seconds, Doc("How long a replica that stops may finish its requests.")] = (
         900.0
