@@ -18,7 +18,8 @@ from serve_app.config.service import parse_config
 from tests.support.readme_blocks import ADDRESS, ROOT, Block, blocks, environment
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "cluster/README.md", "tests/README.md")]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("[a-z]*/README.md"))]
+PAGES += [ROOT / "tests" / "bench" / "README.md", ROOT / "tests" / "clients" / "README.md"]
 # What runs a block of each kind; a block of any other kind would be run by nothing.
 KINDS = {
     ("bash", "setup"): "test_demo_service.py",
