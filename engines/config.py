@@ -1,7 +1,7 @@
-"""How one engine is set up: a frozen value, checked when it is made.
+"""The options of one engine: a frozen value, checked when it is made.
 
-Every option carries its range and one sentence in its type. The `args` of a model application take these fields as they
-stand, and the table of options in the documentation is made from them.
+Every option carries its range and one sentence in its type. The `args` of a model application take these fields
+unchanged, and the table of options in the documentation is made from them.
 """
 
 from collections.abc import Iterator
@@ -129,7 +129,7 @@ def limits_of(hint: Any) -> Iterator[BaseMetadata]:
 
 
 def _complaint(value: Any, limit: BaseMetadata) -> str | None:
-    """What is wrong with a value. "not >=" rather than "<": NaN is within no limit."""
+    """What is wrong with a value. "not >=" rather than "<", because NaN fails every limit."""
     match limit:
         case Ge(least) if not value >= least:
             return f"must be at least {least}"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Those that it may run on, but no more than its control group's share of time: more threads would use that up in
-    a moment and then all stand still until the next period.
+    """The cores that this process may run on, but no more than its control group's share of time. More threads would
+    use that share up early in each period, and then all of them would stop until the next one.
     """
     cores = len(os.sched_getaffinity(0))
     share = _cgroup_share(root / "sys/fs/cgroup")
@@ -15,7 +15,7 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def _cgroup_share(folder: Path) -> float | None:
-    """Cores' worth of time per period; None without a limit. Version 2 of control groups first, then version 1."""
+    """CPU time per period, in cores; None without a limit. Reads version 2 of control groups first, then version 1."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Outputs on their way from an engine to those who asked."""
+"""Delivers an engine's outputs to the sinks of their requests."""
 
 import logging
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ logger = logging.getLogger(__name__)
 
 
 def deliver(outputs: Iterable[tuple[OutputSink, Output]]) -> list[str]:
-    """One call per sink. Returns the requests of those sinks that failed, which are to be aborted; whatever is wrong
-    with one sink, the others get their tokens.
+    """One call per sink. Returns the requests of the sinks that failed, for the caller to abort. A sink that fails does
+    not affect the others.
     """
     by_sink: dict[int, tuple[OutputSink, list[Output]]] = {}
     for sink, output in outputs:

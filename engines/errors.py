@@ -6,13 +6,13 @@
     ├── AdapterError
     │   ├── AdapterRefused     the files cannot be served, or overflow; the message names the file, field or tensor
     │   ├── AdapterChanged     the files do not hold the content that the request was bound to
-    │   └── AdapterUnavailable loading took too long or too many loads are queued; worth another try
+    │   └── AdapterUnavailable loading took too long or too many loads are queued; a retry may succeed
     ├── NonFiniteLogits    the base model produced NaN or infinity for this request; the others go on
     ├── ModelRefused       the model cannot be served exactly by this engine; raised while it is loaded
     └── EngineStopped      the engine is closed, draining or has failed
 
-Plain classes with positional arguments, so that they survive pickling between processes. No message holds
-prompt or completion text.
+Plain classes with positional arguments, so that they survive pickling between processes. No message holds prompt or
+completion text.
 """
 
 from typing import TypeVar
@@ -52,8 +52,8 @@ class AdapterError(EngineError):
 
 
 class AdapterRefused(AdapterError):
-    """The adapter's files cannot be served; the message names the file, field or tensor. Or its values are so large
-    that the model computed NaN or infinity for this request.
+    """The adapter's files cannot be served; the message names the file, field or tensor. Also raised when its values
+    are so large that the model computes NaN or infinity for this request.
     """
 
 
@@ -62,7 +62,7 @@ class AdapterChanged(AdapterError):
 
 
 class AdapterUnavailable(AdapterError):
-    """The adapter could not be loaded now; another try may succeed."""
+    """The adapter could not be loaded now; a retry may succeed."""
 
 
 class NonFiniteLogits(EngineError):
@@ -70,15 +70,16 @@ class NonFiniteLogits(EngineError):
 
 
 class ModelRefused(EngineError):
-    """This engine would not compute this model exactly."""
+    """The engine cannot compute this model exactly."""
 
 
 class EngineStopped(EngineError):
-    """The engine does not take or finish requests any more."""
+    """The engine no longer takes or finishes requests."""
 
 
 def afresh(error: Remembered) -> Remembered:
-    """The same error, never raised. What is remembered is a copy and is raised as a copy: an instance that is raised
-    again and again collects the frames of every request that it went through, their bodies included.
+    """The same error as a new instance that was never raised. Errors that are kept are stored and raised as such
+    copies. An instance that is raised repeatedly collects the frames of every request that it passed through, with
+    their bodies.
     """
     return type(error)(*error.args)

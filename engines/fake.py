@@ -1,11 +1,11 @@
 """A deterministic engine without a model: for tests, load tests of the service, and trying a configuration out.
 
-It keeps every promise of `protocol.Engine`: tokens depend on the prompt, the adapter's content and (above temperature
-0) the seed alone, whatever the company; stop ids, lengths, log-probabilities, the queue limit, the prefix cache,
-adapter slots and aborts behave as those of an engine with a model.
+It keeps every promise of `protocol.Engine`. Tokens depend only on the prompt, the adapter's content and (above
+temperature 0) the seed. Stop ids, lengths, log-probabilities, the queue limit, the prefix cache, adapter slots and
+aborts behave as with a model.
 
-Its "model" gives every position the same distribution over ranks, logits 0, -1, -2 … -(RANKS-1), and a hash of the
-text so far says which token stands at which rank.
+Every position has the same distribution over ranks: logits 0, -1, -2 … -(RANKS-1). A hash of the text so far says which
+token has which rank.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ script that does not end in one of the request's stop ids is followed by one, if
 
 @dataclass(frozen=True, slots=True)
 class FakeConfig:
-    """`reply_tokens` None: made-up replies run to `max_tokens`; else they end after 1 … 2 × reply_tokens, at a stop id.
+    """`reply_tokens` None: replies run to `max_tokens`. Otherwise they end after 1 … 2 × reply_tokens, at a stop id.
 
-    `step_s` is the pause after each step, in seconds; `tokens_per_step` what each running request gets in one.
+    `step_s` is the pause after each step, in seconds. `tokens_per_step` is what each running request gets per step.
     """
 
     vocab_size: int = 32_000
@@ -85,7 +85,7 @@ class _Generation:
 
 @dataclass(slots=True)
 class _Counters:
-    """Of `EngineCounters`, what this engine does: it never preempts, and no adapter is refused."""
+    """The `EngineCounters` of this engine: it never preempts and refuses no adapter."""
 
     requests: int = 0
     finished: int = 0
@@ -101,7 +101,7 @@ class _Counters:
 
 @dataclass(slots=True)
 class _State:
-    """What the loop works on; all of it belongs to the event loop's thread."""
+    """What the loop works on. It belongs to the event loop's thread."""
 
     waiting: deque[_Generation] = field(default_factory=deque)
     running: dict[str, _Generation] = field(default_factory=dict)
@@ -269,7 +269,7 @@ class FakeEngine:
         return {g.request.adapter.digest for g in running if g.request.adapter is not None}
 
     def _load(self, adapter: Adapter) -> bool:
-        """Make the adapter resident; False when every slot is in use by others."""
+        """Make the adapter resident; False when other requests use every slot."""
         slots = self._state.adapters
         if adapter.digest in slots:
             slots.move_to_end(adapter.digest)
@@ -303,7 +303,7 @@ class FakeEngine:
 
 
 def _delta(generation: _Generation, config: FakeConfig) -> TokenDelta:
-    """The next tokens of one request. Raises the `EngineError` that its script has next."""
+    """The next tokens of one request. Raises the next `EngineError` of its script."""
     request, sampling = generation.request, generation.request.sampling
     token_ids: list[int] = []
     finish: FinishReason | None = FinishReason.LENGTH if generation.num_generated >= sampling.max_tokens else None
@@ -337,7 +337,7 @@ def _prompt_logprobs(request: GenerateRequest, config: FakeConfig) -> tuple[Toke
 def _logprobs(
     token_ids: Sequence[int], sampling: SamplingParams, count: int | None, vocab_size: int
 ) -> tuple[TokenLogprob, ...]:
-    """The token stands at the rank that its id says; its neighbours in the vocabulary have the other ranks."""
+    """The token has the rank that its id says; its neighbours in the vocabulary have the other ranks."""
     if count is None:
         return ()
     values = _rank_logprobs(sampling.temperature)

@@ -39,8 +39,8 @@ class Runner(Protocol):
         """The batch, and logits [wanted rows, vocab]."""
 
     def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
-        """As `forward`, for chunks of one token after which the next is drawn, the tokens themselves perhaps `carried`,
-        and in their order. Does not wait for the device; None where that is not possible.
+        """As `forward`, for chunks of one token after which the next token is drawn, in their order. `carried` may hold
+        the tokens themselves. Does not wait for the device. None where this is not possible.
         """
 
     def check_health(self) -> None:
@@ -80,9 +80,9 @@ class LoopCounters:
 class EngineLoop:
     """`post` may be called from any thread; everything else happens on the thread that calls `run`.
 
-    `emit` takes the events of a step. `on_end` is called once, with why: whoever posted requests ends those that are
-    left, since a loop that has failed cannot be trusted to know them. `pace` None: prefill beside decoding is as large
-    as the scheduler's own limit.
+    `emit` takes the events of a step. `on_end` is called once, with the reason. The caller that posted requests then
+    ends the remaining ones, since a failed loop may have lost track of them. `pace` None: only the scheduler's own
+    limit bounds the prefill beside decoding.
     """
 
     runner: Runner
@@ -103,7 +103,7 @@ class EngineLoop:
     _ended: bool = False
 
     def post(self, command: Command) -> bool:
-        """Have the command run between two steps; False when the loop has ended and nothing will be run any more."""
+        """Run the command between two steps. False when the loop has ended and runs nothing any more."""
         with self._wake:
             if self._ended:
                 return False
@@ -135,7 +135,7 @@ class EngineLoop:
             self._end(sequence)
 
     def run(self) -> None:
-        """Step until `stop`, or until something fails that is no request's fault."""
+        """Step until `stop`, or until a failure that is no request's fault."""
         try:
             while not self._stopping:
                 self._obey()
@@ -160,7 +160,7 @@ class EngineLoop:
                 self._wake.wait(_POLL_S if self.adapters.is_loading or not self.scheduler.is_idle else None)
 
     def step(self) -> bool:
-        """One step; False when nothing could run. Decoding comes first and its tokens are out before the prefill."""
+        """One step; False when nothing could run. Decoding comes first: its tokens are emitted before the prefill."""
         for adapter, error in self.adapters.poll().items():
             self._fail([s for s in self._sequences.values() if s.request.adapter == adapter], error)
         started = time.monotonic()
@@ -181,8 +181,8 @@ class EngineLoop:
         return True
 
     def _run(self, plan: StepPlan) -> None:
-        """Two forwards, not one: on the CPU the kernels for few rows and for many differ, also in their rounding, and
-        the tokens of those who decode need not wait for the prefill.
+        """Two forwards, one for decoding and one for the prefill. On the CPU the kernels for few and for many rows
+        round differently. Also, decoded tokens need not wait for the prefill.
         """
         failures: list[tuple[TokenSequence, EngineError]] = []
         progressed = [self._timed(chunks, failures) for chunks in (plan.decode, plan.prefill) if chunks]
@@ -197,8 +197,8 @@ class EngineLoop:
         self.counters.steps += 1
 
     def _land(self, flight: Outcomes, started: float) -> None:
-        """Take in what was decoded. Before that the device is given the decoding that comes next, if nothing else does;
-        what it computes in vain, for those who end here, is thrown away.
+        """Take in what was decoded. If the next step only decodes, its forward is launched first. Rows of requests that
+        end here are then computed in vain and dropped.
         """
         ahead = self._decode_ahead(flight)
         self._flight = None
@@ -226,8 +226,8 @@ class EngineLoop:
         return self._decode(chunks, flight.carried(places))
 
     def _decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
-        """Without waiting for the device. None where that cannot be, or fails: `_compute` will find out whose fault it
-        was.
+        """Decode without waiting for the device. None where this is not possible or fails; `_compute` then finds the
+        request at fault.
         """
         try:
             return self.runner.decode(chunks, carried)
@@ -238,7 +238,7 @@ class EngineLoop:
     def _draw(
         self, decoded: tuple[StepBatch, torch.Tensor] | None, without: Collection[TokenSequence] = ()
     ) -> Outcomes | None:
-        """Have the device draw the tokens of those who are still there. None as of `_decode`."""
+        """Have the device draw the tokens of the requests that remain. None: as for `_decode`."""
         if decoded is None:
             return None
         batch, logits = decoded
@@ -258,7 +258,7 @@ class EngineLoop:
         return self._sequences.get(sequence.request_id) is sequence
 
     def _timed(self, chunks: Sequence[Chunk], failures: list[tuple[TokenSequence, EngineError]]) -> bool:
-        """Compute them, and learn from it how much prefill the next step has time for."""
+        """Compute the chunks, and learn how much prefill fits into the next step."""
         started = time.monotonic()
         progressed = self._compute(chunks, failures)
         tokens = sum(chunk.length for chunk in chunks)
@@ -275,8 +275,8 @@ class EngineLoop:
             self.scheduler.prefill_limit = self.pace.tokens
 
     def _compute(self, chunks: Sequence[Chunk], failures: list[tuple[TokenSequence, EngineError]]) -> bool:
-        """Run chunks together, or one by one when that fails, so that one request cannot fail another. Adds those
-        that failed alone to `failures`; returns whether any did not fail.
+        """Run chunks together, or one by one when that fails, so that one request cannot fail another. Adds the
+        requests that failed alone to `failures`. Returns whether any did not fail.
         """
         try:
             batch, logits = self.runner.forward(chunks)
@@ -292,7 +292,7 @@ class EngineLoop:
         return self._commit(outcomes)
 
     def _commit(self, outcomes: Sequence[StepResult]) -> bool:
-        """Returns whether any request has not failed by its outcome."""
+        """Returns whether the outcome of at least one request is not a failure."""
         events: list[tuple[TokenSequence, Event]] = []
         for outcome in outcomes:
             chunk, sequence = outcome.chunk, outcome.chunk.sequence
@@ -360,7 +360,7 @@ class EngineLoop:
 
 
 def _not_finite(sequence: TokenSequence) -> EngineError:
-    """An adapter's fault, where there is one: the self-test has seen the base model compute finite values."""
+    """The adapter's fault, if there is one: the self-test has seen the base model compute finite values."""
     if sequence.request.adapter is not None:
         return AdapterRefused("With this adapter the model computes NaN or infinity: its values are too large.")
     return NonFiniteLogits("The model produced a value that is not finite for this request.")

@@ -1,7 +1,7 @@
-"""The engine's face: token ids in, token ids out.
+"""The engine's interface: token ids in, token ids out.
 
-An engine knows neither text nor HTTP nor Ray. `serve_app` talks to it through `Engine` alone, so a second engine
-(another runtime, or the deterministic one in `fake.py`) can stand behind the same service.
+An engine knows neither text nor HTTP nor Ray. `serve_app` uses it through `Engine` alone. So another engine (another
+runtime, or the deterministic one in `fake.py`) can run behind the same service.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Values are checked by whoever builds it; the engine trusts them.
+    """How tokens are drawn. The caller that builds it checks the values; the engine does not.
 
-    `temperature` 0 is greedy. `top_k` 0 keeps all tokens. `seed` fixes every draw of the request, whatever else is
-    in the batch. `max_tokens` 0 scores the prompt without generating (with `prompt_logprobs`).
-    `logprobs` / `prompt_logprobs`: how many of the most likely alternatives to report (0 = the token itself only),
-    None for no log-probabilities at all.
+    - `temperature` 0 is greedy. `top_k` 0 keeps all tokens.
+    - `seed` fixes every draw of the request, whatever else is in the batch.
+    - `max_tokens` 0 scores the prompt without generating (with `prompt_logprobs`).
+    - `logprobs` / `prompt_logprobs`: how many of the most likely alternatives to report (0 = the token itself only),
+      None for no log-probabilities at all.
     """
 
     max_tokens: int
@@ -46,10 +47,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter by content: `digest` of its config and weights, `directory` where that content lay last.
+    """A LoRA adapter by content: `digest` of its config and weights, `directory` where that content was last seen.
 
-    Every cache is keyed by the digest. The engine checks it against what it reads and raises `AdapterChanged` when the
-    directory holds something else by then.
+    Every cache is keyed by the digest. The engine checks it against what it reads, and raises `AdapterChanged` when the
+    directory holds other content.
     """
 
     digest: str
@@ -67,8 +68,8 @@ class HostTensor:
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image in a prompt: its `length` tokens begin at `start`. `tensors`: what the model's vision tower takes of it,
-    by argument. Caches are keyed by `digest`, which tells images apart that the model can tell apart.
+    """An image in a prompt: its `length` tokens begin at `start`. `tensors`: inputs of the model's vision tower, by
+    argument. Caches are keyed by `digest`: images that differ for the model have different digests.
     """
 
     start: int
@@ -79,8 +80,8 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. `tenant` is whom it is accounted to: waiting requests are served fairly across tenants and
-    adapters. `images`: those of the prompt, in its order.
+    """One generation. It is accounted to `tenant`: waiting requests are served fairly across tenants and adapters.
+    `images`: those of the prompt, in its order.
     """
 
     request_id: str
@@ -94,7 +95,7 @@ class GenerateRequest:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probability of one token under the temperature-scaled distribution (temperature 0: unscaled), before top-k
-    and top-p, and `top`: the N most likely (token id, log-probability), most likely first.
+    and top-p. `top`: the N most likely (token id, log-probability), most likely first.
     """
 
     token_id: int
@@ -106,9 +107,9 @@ class TokenLogprob:
 class TokenDelta:
     """What one engine step produced for one request.
 
-    `logprobs` has one entry per token when they were asked for, else none. `finish_reason` is set on the last delta of
-    a request; with STOP the last token is the stop token. `cached_tokens` (prompt tokens taken from the prefix cache)
-    and `prompt_logprobs` (one per prompt token, the first None) are set on the first delta only.
+    `logprobs` has one entry per token if they were requested, else none. `finish_reason` is set on the last delta of a
+    request; with STOP the last token is the stop token. Two fields are set on the first delta only: `cached_tokens`
+    (prompt tokens taken from the prefix cache) and `prompt_logprobs` (one per prompt token, the first None).
     """
 
     token_ids: tuple[int, ...]
@@ -148,11 +149,11 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """What an engine has done since it was started. Values only grow; each is exported as a metric of its name.
+    """Counts of one engine since its start. Values only grow; each is exported as a metric of its name.
 
     A request that the engine has taken ends as `finished`, `aborted` or `failed_requests`. `prompt_tokens` and
     `cached_tokens` count a request once, when its prompt is computed. `prefill_tokens` and `decode_tokens` count
-    computed tokens, those of a preempted request again.
+    computed tokens, including those of a preempted request again.
     """
 
     requests: int = 0
@@ -177,8 +178,8 @@ class EngineCounters:
 class EngineStats:
     """A snapshot, cheap enough to take every second.
 
-    `stalled_s`: seconds since the last finished step while there was work to do, 0 when idle. It is what readiness is
-    judged by. `adapters` holds the digests in device slots, least recently used first.
+    `stalled_s`: seconds since the last finished step while there was work to do, 0 when idle. Readiness depends on it.
+    `adapters` holds the digests in device slots, least recently used first.
     """
 
     running: int = 0
@@ -195,22 +196,22 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """What the service asks of an engine. All methods are called from the event loop that ran `start`."""
+    """The engine as the service uses it. All methods are called from the event loop that ran `start`."""
 
     @property
     def facts(self) -> ModelFacts: ...
 
     async def start(self) -> None:
-        """Load the model and begin stepping. Raises `ModelRefused` when it would not be computed exactly."""
+        """Load the model and begin stepping. Raises `ModelRefused` when it cannot be computed exactly."""
 
     async def close(self) -> None:
         """End every request with `EngineStopped`, free everything, join the loop's thread."""
 
     def submit(self, request: GenerateRequest, sink: OutputSink) -> None:
-        """Queue a request; its outputs reach `sink` until one has a `finish_reason` or is an error.
+        """Queue a request. Its outputs reach `sink` until one has a `finish_reason` or is an error.
 
-        Raises `RequestRefused`, `QueueFull` or `EngineStopped` at once, in which case nothing was queued. When the
-        queue is full, the last waiting request of a tenant with more of them may be ended with `QueueFull` instead.
+        Raises `RequestRefused`, `QueueFull` or `EngineStopped` at once; then nothing was queued. When the queue is
+        full, the last waiting request of a tenant with more of them may be ended with `QueueFull` instead.
         """
 
     def abort(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""How soon a thread that waits for the interpreter may have it."""
+"""How soon a waiting thread gets the interpreter lock."""
 
 import sys
 
@@ -10,5 +10,5 @@ to 600 times as long beside one.
 
 
 def switch_soon() -> None:
-    """In the whole process, from now on."""
+    """Applies to the whole process, from now on."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))

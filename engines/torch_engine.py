@@ -1,4 +1,4 @@
-"""The engine on torch and transformers: the asyncio face in front of the loop's thread."""
+"""The engine on torch and transformers: the asyncio interface in front of the loop's thread."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ Assemble = Callable[[EngineConfig], AssembledModel]
 class TorchEngine:
     """Implements `engines.protocol.Engine`. Everything but the loop itself happens on the event loop of `start`.
 
-    `assemble`: makes the model of this process; the others of a tensor-parallel group call `assemble_model`.
+    `assemble`: makes the model of this process. The other processes of a tensor-parallel group call `assemble_model`.
     """
 
     def __init__(self, config: EngineConfig, assemble: Assemble = assemble_model) -> None:
@@ -128,7 +128,7 @@ class TorchEngine:
         self._deliver([(sequence, error) for sequence in self._live.values()])
 
     def _deliver(self, events: Sequence[tuple[TokenSequence, Event]]) -> None:
-        """Requests that were aborted meanwhile hear nothing."""
+        """Requests that were aborted meanwhile get nothing."""
         outputs: list[tuple[OutputSink, Output]] = []
         for sequence, event in events:
             if self._live.get(sequence.request_id) is not sequence:
@@ -160,7 +160,7 @@ class _Parts:
             self.loop.run()
 
     def close(self) -> None:
-        """Once the loop does not run, or has not begun to."""
+        """Only when the loop has ended, or has not started."""
         self.adapters.close()
         if self.group is not None:
             self.group.close()
@@ -194,13 +194,13 @@ class _Parts:
 
 
 def _let_go(assembling: "asyncio.Future[_Parts]") -> None:
-    """Of parts that nobody waits for any more."""
+    """Close the parts of a start that was given up."""
     if not assembling.cancelled() and assembling.exception() is None:
         Thread(target=assembling.result().close, name="engine-close").start()
 
 
 def _load(config: EngineConfig, assemble: Assemble, emit: Emit, on_end: Callable[[EngineStopped], None]) -> _Parts:
-    """Load, verify and size everything. Takes as long as loading the model; runs on a thread of its own."""
+    """Load, verify and size everything. Takes as long as loading the model. Runs on its own thread."""
     group = TensorGroup(config) if config.tensor_parallel > 1 else None
     try:
         with torch.inference_mode():
@@ -256,7 +256,7 @@ def _do_nothing(loop: EngineLoop) -> None:
 
 
 def _read(adapter: Adapter, targets: LoraTargets, modules: Any, config: EngineConfig) -> HostAdapter:
-    """On a loader's thread, whose torch must not take cores from the loop."""
+    """Runs on a loader's thread, whose torch must not take cores from the loop."""
     torch.set_num_threads(1)
     limits = {"max_rank": config.max_adapter_rank, "max_bytes": config.max_adapter_file_bytes}
     prepared: HostAdapter = modules.prepare(read_adapter(adapter, targets, **limits))

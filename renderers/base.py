@@ -1,6 +1,6 @@
-"""What a renderer is: both directions of one model family.
+"""The interface of a renderer: both directions of one model family.
 
-Messages become token ids by the model's own chat template; token ids become reasoning, text and tool calls by a strict
+Messages become token ids by the model's own chat template. Token ids become reasoning, text and tool calls by a strict
 incremental parser of our own. A reply flows
 
     token ids -> Detokenizer -> Piece -> StopMatcher -> Piece -> ReplyParser -> Delta
@@ -28,15 +28,15 @@ class RenderError(ValueError):
 
 
 class TemplateRefused(RenderError):
-    """The chat template itself cannot be served: it does not compile, or hides where its special tokens come from."""
+    """The chat template cannot be served: it does not compile, or the origin of its special tokens cannot be tracked."""
 
     def __init__(self, message: str, param: str = "model") -> None:
         super().__init__(message, param)
 
 
 class PromptTooLong(RenderError):
-    """What the template made of the conversation certainly exceeds every context window of the model: it has at least
-    `num_tokens`, counting stopped there.
+    """The rendered text certainly exceeds every context window of the model. It has at least `num_tokens`; counting
+    stopped there.
     """
 
     def __init__(self, limit: int, num_tokens: int) -> None:
@@ -54,29 +54,29 @@ class ReplyEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """Token ids of a prompt, and the text that it already put into the assistant's mouth (a prefilled `<think>`)."""
+    """Token ids of a prompt, and the text with which it already starts the assistant's reply (a prefilled `<think>`)."""
 
     token_ids: tuple[int, ...]
     prefill: str = ""
 
 
 class ReplyParser(Protocol):
-    """Parses one reply, in any chunking: the concatenation per field does not depend on it."""
+    """Parses one reply. The concatenation per field does not depend on how the reply is cut into pieces."""
 
     @property
     def malformed(self) -> bool:
-        """Whether the reply is not in the family's format. A stream goes on as plain text from the error on; a reply
-        that is sent whole is then `raw_text` and nothing else. Final after `finish`.
+        """Whether the reply is not in the family's format. A stream continues as plain text from the error on. A reply
+        that is sent whole is then only `raw_text`. Final after `finish`.
         """
 
     @property
     def raw_text(self) -> str:
-        """All that was fed as plain text, markers spelled out, without the end token that closed it."""
+        """All pieces so far as plain text, markers spelled out, without the end token that closed the reply."""
 
     def feed(self, pieces: Sequence[Piece]) -> list[Delta]: ...
 
     def finish(self, end: ReplyEnd) -> list[Delta]:
-        """Flush what was held back. Call once, last."""
+        """Flush the text that was held back. Call once, last."""
 
 
 class Renderer(Protocol):
@@ -98,7 +98,9 @@ class Renderer(Protocol):
         """Strings that always stop a reply, for families without an end token."""
 
     def check_effort(self, effort: Effort | None) -> None:
-        """Raise `RenderError` (param `reasoning_effort`) that lists the accepted values, if this is not one of them."""
+        """Raises `RenderError` (param `reasoning_effort`), listing the accepted values, for a value that is not one of
+        them.
+        """
 
     def render(self, conversation: Conversation) -> RenderedPrompt:
         """Raises `RenderError`, with the template's own message where the template refuses."""

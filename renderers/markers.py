@@ -1,8 +1,8 @@
-"""The markers of a vocabulary: added tokens that steer a model and never come from anybody's text.
+"""The markers of a vocabulary: added tokens that steer a model and never come from a caller's text.
 
 A marker is an added token that is special (`<|im_start|>`), or one that is not special but looks like no word of any
 language (Qwen's `<think>`, `<tool_call>`). Added tokens that are plain words, single characters or whitespace (Gemma's
-runs of newlines) are ordinary text that happens to have an id of its own.
+runs of newlines) are ordinary text that happens to have its own id.
 """
 
 import unicodedata

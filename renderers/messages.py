@@ -20,7 +20,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """The `index`-th image of the request; its pixels travel elsewhere."""
+    """The `index`-th image of the request. Its pixels are passed separately."""
 
     index: int
 

@@ -1,4 +1,4 @@
-"""The families by name, and which one a model is of."""
+"""The families by name, and how to find a model's family."""
 
 from importlib import import_module
 from typing import overload
@@ -36,10 +36,12 @@ def build(
 def build(
     name: str | None, tokenizer: Tokenizer, chat_template: str | None, *, max_tokens: int | None = None
 ) -> Renderer | None:
-    """The renderer with this name, or the one found from vocabulary and template; None if there is no template then.
+    """The renderer with this name, or the one found from vocabulary and template. None if none was named and there is
+    no template.
 
     `chat_template` replaces the tokenizer's own; `max_tokens` as in `ChatTemplate`. Takes 10 to 200 ms. Raises
-    `ValueError` for an unknown name, `TemplateRefused` for a template that cannot be served, or not by this renderer.
+    `ValueError` for an unknown name. Raises `TemplateRefused` for a template that cannot be served, or not by this
+    renderer.
     """
     source = chat_template if chat_template is not None else tokenizer.chat_template
     if name is None and source is None:

@@ -1,8 +1,8 @@
 """The backend of the exact mode: the bits of a token's output depend on its sequence and position alone.
 
-Every kernel orders its sums by the shapes it gets, so the shapes are a function of the position: queries go in tiles of
-16 positions that begin at a multiple of 16, filled up with zeros, and K and V up to the end of the tile. Slow: each
-tile of each sequence is a call of its own.
+A kernel orders its sums by the shapes that it gets. So the shapes are a function of the position. Queries go in tiles
+of 16 positions that begin at a multiple of 16, filled up with zeros. K and V go up to the end of the tile. This is
+slow: each tile of each sequence is a call of its own.
 """
 
 import torch

@@ -1,10 +1,9 @@
-"""Our entry in transformers' attention interface: every model that looks its attention function up there runs on the
-paged KV cache without a change.
+"""Our entry in transformers' attention interface: a model that looks its attention function up there runs on the paged
+KV cache without a change.
 
-No mask function is registered under the same name, so transformers builds no mask (its early exit for backends that
-bring their own) and whatever a model would have said through a mask must be said by an argument that we know. Arguments
-that we do not know are refused by name: swallowing one (the `indices` of a sparse attention, say) would compute
-something else without a word.
+No mask function is registered under the same name, so transformers builds no mask: it returns early for backends that
+bring their own. Whatever a model would say through a mask must be said by an argument that we know. Unknown arguments
+are refused by name. Ignoring one (the `indices` of a sparse attention, say) would compute something else silently.
 """
 
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ _WITHOUT_MEANING = frozenset(
 class Attention:
     """What one layer asks for. `window` None: all earlier tokens; else the last `window`, itself included.
 
-    `softcap`: scores go through softcap * tanh(score / softcap). `sinks` [heads]: extra scores that take part in the
-    softmax and have no value.
+    `softcap`: a score becomes softcap * tanh(score / softcap). `sinks` [heads]: extra scores in the softmax that have
+    no value.
     """
 
     layer: int
@@ -60,7 +59,7 @@ class Paged:
 
 
 class ShapeProbe:
-    """A backend that only notes what the layers look like and ask for; its output is zeros."""
+    """A backend that only records the layers' shapes and attention arguments. Its output is zeros."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}

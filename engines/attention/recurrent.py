@@ -1,11 +1,11 @@
 """Layers that carry a state from token to token (gated delta nets, short convolutions) in a ragged batch.
 
-transformers' own layer computes; it is called once for all one-token rows, with their states stacked, and once for
-each longer chunk, with a stand-in for the cache that holds those states. Otherwise it would take the batch for one
-sequence, some models without a word.
+transformers' own layer computes. It is called once for all one-token rows, with their states stacked, and once for each
+longer chunk. A stand-in for transformers' cache holds those states. In a single call the layer would take the batch for
+one sequence, in some models without an error.
 
-A state is kept by the position that it belongs to: running a chunk again starts from the same state, and what an
-uncommitted forward left is never taken for the truth.
+A state is kept under its position. So running a chunk again starts from the same state, and the state of an uncommitted
+forward is never used.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ LAYER_TYPES = frozenset({"linear_attention", "conv"})
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """Of one layer of one sequence: tensors [1, ...] by kind and index, as transformers numbers them."""
+    """The state of one layer of one sequence: tensors [1, ...] by kind and index, as transformers numbers them."""
 
     conv: dict[int, torch.Tensor]
     recurrent: dict[int, torch.Tensor]
@@ -40,7 +40,9 @@ class LayerState:
 
 @dataclass(slots=True)
 class _StackedCache:
-    """Quacks like transformers' cache for one layer whose batch is `states`; None before the first token."""
+    """Has the interface of transformers' cache, for one layer whose batch is `states`. A state is None before the first
+    token.
+    """
 
     states: list[LayerState] | None
     conv: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -154,8 +156,8 @@ def _wrap(module: nn.Module, narrow: Narrow) -> None:
 
 
 def _groups(chunks: Sequence[Chunk]) -> list[tuple[list[Chunk], list[int], int]]:
-    """What one call computes: (chunks, their rows, tokens of each). All one-token rows that have a state already are
-    one call, those without another, every longer chunk is one of its own.
+    """The calls of a step: (chunks, their rows, tokens of each). One-token rows that have a state are one call, those
+    without a state another. Every longer chunk is a call of its own.
     """
     groups: list[tuple[list[Chunk], list[int], int]] = []
     single: dict[bool, tuple[list[Chunk], list[int]]] = {}

@@ -1,7 +1,8 @@
-"""The reference backend: gather whole blocks, then torch's scaled dot product attention. Runs on every device.
+"""The reference backend: it gathers whole blocks, then calls torch's scaled dot product attention. Runs on every
+device.
 
-On the CPU gathering blocks and packing the query heads of a KV head as rows was 1.2 to 1.9 times faster than gathering
-single slots.
+Query heads of a KV head are packed as rows. On the CPU this, with whole blocks, was 1.2 to 1.9 times as fast as
+gathering single slots.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from engines.tensors.kv_cache import KVCache
 class Span:
     """The tokens of one sequence in the batch: rows `start` … `start` + `length` - 1.
 
-    `kv_len` counts the sequence's tokens once these are computed, `block_table` [blocks] int64 says where they lie.
-    `images`: first and last + 1 position of each image whose tokens see each other in both directions.
+    `kv_len` counts the sequence's tokens once these are computed. `block_table` [blocks] int64 says where they lie.
+    `images`: first and last + 1 position of each image whose tokens attend to each other in both directions.
     """
 
     start: int
@@ -49,7 +50,7 @@ class _Layout:
 
 
 class SdpaBackend:
-    """`whole_images`: the tokens of an image see each other in both directions."""
+    """`whole_images`: the tokens of an image attend to each other in both directions."""
 
     def __init__(self, cache: KVCache, *, whole_images: bool = False) -> None:
         self._cache = cache

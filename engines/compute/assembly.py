@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AssembledModel:
-    """`targets`: what adapters may change. `has_states`, `whole_images`: as of `PagedModel`.
-    `num_blocks`: of the KV cache, the trash block included. `threads`: for torch, on the thread that computes.
+    """A model that is ready to compute. `targets`: what adapters may change. `has_states`, `whole_images`: see
+    `PagedModel`. `num_blocks`: of the KV cache, the trash block included. `threads`: for torch, on the thread that
+    computes.
     """
 
     runner: ModelRunner
@@ -46,7 +47,7 @@ class Candidates(Protocol):
 
 
 def assemble_model(config: EngineConfig, candidates: Candidates = candidate_paths) -> AssembledModel:
-    """Takes as long as loading the model. Under `torch.inference_mode`. Raises `ModelRefused`."""
+    """Load, verify and size the model. Call it under `torch.inference_mode`. Raises `ModelRefused`."""
     cores = config.threads or max(1, available_cores() // config.tensor_parallel)
     threads = 1 if config.exact else cores  # of torch, which cuts sums between threads
     torch.set_num_threads(threads)
@@ -77,7 +78,9 @@ def assemble_model(config: EngineConfig, candidates: Candidates = candidate_path
 def _first_that_works(
     paths: Iterable[ComputePath], model: PagedModel, config: EngineConfig, test: self_test.SelfTest | None
 ) -> tuple[ModelRunner, int]:
-    """A runner with its KV cache, and how many blocks that has. Raises what the last path raised."""
+    """A runner on the first path that passes, and the number of blocks of its KV cache. Raises what the last path
+    raised.
+    """
     failure: Exception | None = None
     num_blocks: int | None = None
     for path in paths:
@@ -118,7 +121,7 @@ def _log_given_up(failure: Exception, model: PagedModel, config: EngineConfig) -
 
 
 def _num_blocks(model: PagedModel, config: EngineConfig) -> int:
-    """As many as there is room for now. Raises `ModelRefused` when that is too little."""
+    """As many blocks as fit into memory now. Raises `ModelRefused` when that is too few."""
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
     else:

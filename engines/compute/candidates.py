@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def candidate_paths(model: PagedModel, config: EngineConfig, *, threads: int) -> Iterator[ComputePath]:
-    """The fastest first. Each is built when it is asked for, which is when those before it have failed: one may change
-    the model. `threads`: of the C kernels. Raises `ModelRefused` where what the configuration demands cannot be had.
+    """The paths of a model, the fastest first. `threads`: of the C kernels.
+
+    Each path is built when it is asked for, after those before it have failed, because a path may change the model.
+    Raises `ModelRefused` when the configuration demands something that is not possible.
     """
     if model.whole_images:
         yield _whole_image_path(model, config)
@@ -44,7 +46,7 @@ def candidate_paths(model: PagedModel, config: EngineConfig, *, threads: int) ->
 
 
 def _whole_image_path(model: PagedModel, config: EngineConfig) -> PlainPath:
-    """The one backend that lets the tokens of an image see each other."""
+    """The only backend in which the tokens of an image attend to each other in both directions."""
     if config.attention not in ("auto", "sdpa"):
         raise ModelRefused(
             f"attention = {config.attention!r} is not possible for {model.loaded.config.model_type}: the tokens of an "
@@ -71,7 +73,7 @@ def _triton_paths(model: PagedModel, config: EngineConfig) -> Iterator[ComputePa
 
 
 def _native_path(model: PagedModel, config: EngineConfig, threads: int) -> NativePath | None:
-    """None when torch's layers are kept, and why is logged."""
+    """None when the C kernels cannot compute the model; the reason is logged."""
     try:
         if model.vision is not None:
             raise Unsupported("the model has a vision tower")

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def device_candidates(model: PagedModel, config: EngineConfig) -> Iterator[ComputePath]:
-    """The fastest first, as of `candidates.candidate_paths`. Raises `ModelRefused` where the attention that the
-    configuration demands cannot be had.
+    """The paths on Triton kernels, the fastest first; see `candidates.candidate_paths`. Raises `ModelRefused` when the
+    attention that the configuration demands is not possible.
     """
     make_backend = backend_for(config.attention, model.loaded.device)
     if not _can_adapt_by_row(model):
@@ -62,8 +62,8 @@ def recorded(path: DevicePath, model: PagedModel, config: EngineConfig) -> Recor
 
 
 def _can_adapt_by_row(model: PagedModel) -> bool:
-    """Not where layers get some of the rows only, or a part of the inputs. Whether the kernels work is found out here,
-    since the self-test has no adapters.
+    """Whether adapters can go row by row. Not where layers get only some rows, or a part of the inputs. This also
+    checks the kernels' products, since the self-test has no adapters.
     """
     if model.has_states or model.shards is not None:
         return False

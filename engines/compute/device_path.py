@@ -23,7 +23,7 @@ MakeBackend = Callable[[KVCache], TritonBackend]
 
 
 def backend_for(attention: AttentionName, device: torch.device) -> MakeBackend:
-    """What makes the attention's backend over a cache. Raises `ModelRefused` where it cannot be had."""
+    """Returns what makes the attention backend over a cache. Raises `ModelRefused` when this attention is not possible."""
     if device.type != "cuda" and not is_interpreted():
         raise ModelRefused(f"attention = {attention!r} needs a CUDA device, not {device}.")
     num_programs = _INTERPRETED_PROGRAMS
@@ -38,8 +38,8 @@ def backend_for(attention: AttentionName, device: torch.device) -> MakeBackend:
 
 
 class DevicePath:
-    """Implements `path.ComputePath`. Rows whose adapters change nothing but linear layers get them row by row, the
-    others one adapter after the other.
+    """Implements `path.ComputePath`. Rows whose adapters change only linear layers get them row by row. For other rows
+    adapters are computed one after another.
     """
 
     row_multiple = 1
@@ -65,13 +65,13 @@ class DevicePath:
         return self._model.compute(batch, batch.logit_rows, self._backend)
 
     def forward_rows(self, batch: StepBatch, layout: PagedLayout) -> torch.Tensor:
-        """As `forward`, for rows of one token that are laid out already, all adapters row by row."""
+        """As `forward`, for rows of one token that are laid out already, with all adapters row by row."""
         self._backend.use(batch, layout)
         self._model.context.set(batch, by_row=True)
         return self._model.compute(batch, batch.logit_rows, self._backend)
 
     def runs_by_row(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the adapters of these chunks change nothing but linear layers."""
+        """Whether the adapters of these chunks change only linear layers."""
         return all(self.adapters.runs_by_row(chunk.sequence.slot) for chunk in chunks)
 
     def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The native path: the C kernels in the place of a model's decoder layers and output head, on a CPU."""
+"""The native path: C kernels replace a model's decoder layers and output head, on a CPU."""
 
 import logging
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class NativePath:
-    """Implements `path.ComputePath`. The model's layers and head are freed: no other path can follow this one.
+    """Implements `path.ComputePath`. Frees the model's layers and head: no other path can follow this one.
 
-    torch computes the embedding and the rotary positions. Every row has its own bits, whatever the batch.
+    torch computes the embedding and the rotary positions. The bits of a row do not depend on the batch.
     """
 
     row_multiple = 1

@@ -1,4 +1,4 @@
-"""A transformers model on the paged KV cache, with what running it on a few tokens tells about it."""
+"""A transformers model on the paged KV cache, and what a run on a few tokens showed about it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,13 +26,14 @@ from engines.vision.front_end import VisionFrontEnd, language_model_of
 
 @dataclass(frozen=True, slots=True)
 class PagedModel:
-    """Owns the model: a compute path is built over it, and may change its layers.
+    """Owns the model. Compute paths are built over it and may change its layers.
 
-    `context`: which rows have which adapter; set before each forward. `context_length`: of the longest sequence.
-    `adaptable`: modules that can be adapted row by row. `shapes`, `attention`: what each layer caches and asks for.
-    `has_states`: whether layers carry a state from token to token, which rules out a prefix cache; `state_bytes`: what
-    a running sequence takes for it beside its blocks. `shards`: which part of the model this is, if not all of it.
-    `vision`: what puts images into its rows, if it takes any.
+    - `context`: which rows have which adapter; set before each forward. `context_length`: of the longest sequence.
+    - `adaptable`: modules that can be adapted row by row. `shapes`, `attention`: what each layer caches and asks for.
+    - `has_states`: whether layers carry a state from token to token, which rules out a prefix cache. `state_bytes`: its
+      size per running sequence, beside the blocks.
+    - `shards`: which part of the model this is, if not all of it. `vision`: puts images into rows, if the model takes
+      any.
     """
 
     loaded: LoadedModel
@@ -49,8 +50,8 @@ class PagedModel:
 
     @classmethod
     def of(cls, loaded: LoadedModel, config: EngineConfig, shards: Shards | None = None) -> Self:
-        """The model's attention is switched to the paged cache for good. Raises `ModelRefused` when the model cannot be
-        run as the configuration wants it.
+        """Switches the model's attention to the paged cache, permanently. Raises `ModelRefused` when the model cannot
+        run as configured.
         """
         register()
         targets = LoraTargets.of(loaded.model)
@@ -88,7 +89,9 @@ class PagedModel:
 
     @property
     def whole_images(self) -> bool:
-        """Whether the tokens of an image see each other in both directions, and so are computed in one step."""
+        """Whether the tokens of an image attend to each other in both directions, so that an image is computed in one
+        step.
+        """
         return self.vision is not None and self.vision.whole_images
 
     def adapter_modules(self) -> AdapterModules:
@@ -103,8 +106,8 @@ class PagedModel:
         )
 
     def compute(self, batch: StepBatch, logit_rows: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
-        """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward. Images whose
-        rows are in the batch are encoded first.
+        """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward. Encodes the images whose
+        rows are in the batch first.
         """
         if self.vision is not None:
             self.vision.prepare(batch)
@@ -112,7 +115,7 @@ class PagedModel:
 
 
 def probe_chunk(blocks: Iterable[int]) -> Chunk:
-    """A few tokens of the base model, as a model is tried with."""
+    """A few tokens of the base model, to try the model with."""
     request = GenerateRequest("probe", tuple(range(PROBE_TOKENS)), SamplingParams(max_tokens=1, seed=0))
     sequence = TokenSequence.of(request, NO_SINK)
     sequence.blocks = list(blocks)
@@ -132,7 +135,7 @@ def _run(model: Any, batch: StepBatch, logit_rows: torch.Tensor, backend: Attent
 
 
 def _check_states(model_type: str, *, exact: bool, is_split: bool) -> None:
-    """Raises `ModelRefused` for what is not done with layers that carry a state from token to token."""
+    """Raises `ModelRefused` for options that do not work with layers that carry a state from token to token."""
     if exact:
         raise ModelRefused(
             f"{model_type}: exact is set, and layers that carry a state from token to token sum up in an order that "

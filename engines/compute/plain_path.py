@@ -13,7 +13,7 @@ from engines.tensors.kv_cache import KVCache
 
 
 class PlainPath:
-    """Implements `path.ComputePath`: every layer is torch's, and adapters are added one after the other."""
+    """Implements `path.ComputePath`: torch computes every layer, and adapters are added one after another."""
 
     row_multiple = 1
 

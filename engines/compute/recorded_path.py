@@ -13,8 +13,8 @@ from engines.tensors.batch import Carried, StepBatch
 
 
 class RecordedPath:
-    """Implements `path.ComputePath` over a `DevicePath`, which computes everything that is not recorded. What
-    `make_graphs` makes is for one KV cache.
+    """Implements `path.ComputePath` over a `DevicePath`, which computes everything that is not recorded. `make_graphs`
+    is called for each new KV cache.
     """
 
     row_multiple = 1
@@ -33,7 +33,7 @@ class RecordedPath:
         self._graphs = self._make_graphs(self._path.forward_rows)
 
     def warm_up(self) -> None:
-        """Record the graphs of all buckets now, so that no request has to wait for one."""
+        """Record the graphs of all buckets now, so that no request waits for a recording."""
         try:
             self._graphs.capture_all()
         except Exception as exc:  # a model that looks at the device in between, or no memory left

@@ -16,9 +16,9 @@ from engines.tensors.batch import Carried, StepBatch, build_batch
 
 
 class ModelRunner:
-    """Implements `loop.Runner` over any path. One thread at a time.
+    """Implements `loop.Runner` over any path. Used by one thread at a time.
 
-    Running a chunk writes the same K and V to the same places each time, so a forward may be repeated.
+    Running a chunk again writes the same K and V to the same places, so a forward may be repeated.
     """
 
     repeatable = True
@@ -38,12 +38,12 @@ class ModelRunner:
         self._path.allocate(num_blocks)
 
     def warm_up(self) -> None:
-        """Do now what would hold up the first requests. After the last `allocate`."""
+        """Do now what would delay the first requests. Called after the last `allocate`."""
         self._path.warm_up()
 
     def forward(self, chunks: Sequence[Chunk]) -> tuple[StepBatch, torch.Tensor]:
-        """The batch as it was laid out, and logits [wanted rows, vocab] in the path's dtype, which hold until the next
-        call.
+        """The batch as it was laid out, and logits [wanted rows, vocab] in the path's dtype. They are valid until the
+        next call.
         """
         if all(chunk.completes for chunk in chunks):
             decoded = self._path.decode(chunks)
@@ -53,7 +53,7 @@ class ModelRunner:
         return batch, self._path.forward(batch)
 
     def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
-        """As of `loop.Runner`: by the recorded decode steps."""
+        """See `loop.Runner`: by the recorded decode steps."""
         return self._path.decode(chunks, carried) if self._overlap else None
 
     def check_health(self) -> None:

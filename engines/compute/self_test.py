@@ -1,8 +1,8 @@
-"""Compares the engine's ragged, paged forward with the model's own plain forward, once, while a model is loaded.
+"""Compares the engine's ragged, paged forward with the model's own plain forward, once, when a model is loaded.
 
-Two random prompts are cut into chunks, laid into shuffled blocks and run in each other's company, the last tokens one
-by one as in decoding. Whatever a model says in a way that the engine does not hear (a mask, a state that leaks between
-sequences, an unknown attention) shows as logits that differ.
+Two random prompts are cut into chunks, laid into shuffled blocks and run in one batch, the last tokens one by one as in
+decoding. Whatever the engine misses of a model (a mask, a state that leaks between sequences, an unknown attention)
+shows as different logits.
 """
 
 import logging
@@ -36,14 +36,14 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """The prompts, and what the plain forward says of their last tokens: logits [_DECODED + 1, vocab] each."""
+    """The prompts, and the plain forward's logits of their last tokens: [_DECODED + 1, vocab] each."""
 
     prompts: tuple[tuple[int, ...], ...]
     expected: tuple[torch.Tensor, ...]
 
 
 def prepare(loaded: LoadedModel, context_length: int) -> SelfTest:
-    """Run the plain model on prompts that fit into the context. To be called before a `PagedModel` takes it over."""
+    """Run the plain model on prompts that fit into the context. Must come before a `PagedModel` takes the model over."""
     rng = random.Random(0)
     lengths = (min(_prompt_length(loaded), context_length), min(21, context_length))
     prompts = tuple(tuple(rng.randrange(loaded.vocab_size) for _ in range(length)) for length in lengths)
@@ -60,7 +60,7 @@ def prepare(loaded: LoadedModel, context_length: int) -> SelfTest:
 
 
 def check(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, config: EngineConfig) -> float:
-    """The largest relative difference. Raises `ModelRefused` when it is beyond the dtype's tolerance."""
+    """The largest relative difference. Raises `ModelRefused` when it exceeds the dtype's tolerance."""
     found = _run_in_chunks(runner, _laid_out(test.prompts, runner, config), config, shortest=17)
     differences = [_difference(a, b) for a, b in zip(found, test.expected, strict=True)]
     limit = TOLERANCE[loaded.dtype]
@@ -75,7 +75,7 @@ def check(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, config: Engi
 
 
 def check_exact(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, config: EngineConfig) -> None:
-    """Raises `ModelRefused` unless the bits of the logits are the same alone, in company and in other chunks."""
+    """Raises `ModelRefused` unless the bits of the logits are the same alone, in a batch and in other chunks."""
     together = _run_in_chunks(runner, _laid_out(test.prompts, runner, config), config, shortest=17)
     for prompt, expected in zip(test.prompts, together, strict=True):
         (alone,) = _run_in_chunks(runner, _laid_out((prompt,), runner, config), config, shortest=5)
@@ -87,7 +87,7 @@ def check_exact(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, config
 
 
 def _laid_out(prompts: Sequence[tuple[int, ...]], runner: ModelRunner, config: EngineConfig) -> list[TokenSequence]:
-    """A sequence for each prompt, in shuffled blocks of a cache that is made anew."""
+    """A sequence for each prompt, in shuffled blocks of a new cache."""
     per_prompt = [-(-len(prompt) // config.block_size) for prompt in prompts]
     runner.allocate(1 + sum(per_prompt))
     blocks = list(range(1, 1 + sum(per_prompt)))
@@ -110,7 +110,7 @@ def _run_in_chunks(
     runner: ModelRunner, sequences: Sequence[TokenSequence], config: EngineConfig, *, shortest: int
 ) -> list[torch.Tensor]:
     """Logits of the last tokens of each sequence, from prefill chunks of unequal length and one-token rows. No step has
-    more tokens than the engine's own.
+    more tokens than the engine allows.
     """
     longest = max(1, config.max_step_tokens // len(sequences))
     found: list[list[torch.Tensor]] = [[] for _ in sequences]

@@ -21,9 +21,9 @@ _KEYS_PER_SPLIT = 64
 
 @dataclass(slots=True)
 class PagedLayout:
-    """Where the queries and the keys of a batch of n sequences are, in int32: `row_starts` [n + 1], `kv_lens` [n] with
-    the new tokens, `block_tables` [n, width]. `lengths`: how many new tokens each has, on the host; `ends`: `kv_lens`
-    there, unless all have one new token.
+    """Where the queries and keys of a batch of n sequences lie, in int32: `row_starts` [n + 1], `kv_lens` [n] with the
+    new tokens, `block_tables` [n, width]. On the host: `lengths`, how many new tokens each sequence has; `ends`, the
+    same as `kv_lens`, unless all have one new token.
     """
 
     row_starts: torch.Tensor
@@ -57,14 +57,14 @@ class PagedLayout:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels are run by Triton's interpreter, which works on a CPU (TRITON_INTERPRET=1): slowly, for tests."""
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1). It works on a CPU, slowly, for tests."""
     return bool(knobs.runtime.interpret)
 
 
 class TritonBackend:
     """Implements `attention.interface.AttentionBackend`. `num_programs`: how many the device runs side by side.
 
-    `reads_whole_blocks`: also what lies beyond a sequence's length, so that it must not be what somebody left.
+    `reads_whole_blocks`: it also reads beyond a sequence's length, where the content of an earlier owner must not be.
     """
 
     reads_whole_blocks = False
@@ -181,10 +181,10 @@ def attend(
 
 
 class _Tiles(NamedTuple):
-    """What one program multiplies at a time: `rows`, its query tokens times the heads that share K and V, with `keys`.
+    """What one program multiplies at a time: `rows` (its query tokens times the heads that share K and V) with `keys`.
 
-    Chosen so that everything fits the registers and the shared memory of any device since compute capability 8.0,
-    which `tests/engines/gpu/test_triton_compile.py` checks. 16 rows is the least.
+    The sizes fit the registers and shared memory of every device since compute capability 8.0;
+    `tests/engines/gpu/test_triton_compile.py` checks this. The minimum is 16 rows.
     """
 
     rows: int
@@ -200,12 +200,12 @@ class _Tiles(NamedTuple):
 
 
 def _scratch(size: int, v_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a split leaves of `size` rows: unscaled values [size * v_dim], and two numbers [size] each."""
+    """Partial results of a split, for `size` rows: unscaled values [size * v_dim], and two numbers [size] each."""
     scratch = torch.empty(size * (v_dim + 2), dtype=torch.float32, device=device)
     return scratch[: size * v_dim], scratch[size * v_dim : size * (v_dim + 1)], scratch[size * (v_dim + 1) :]
 
 
 def _splits(programs: int, num_programs: int, most_keys: int) -> int:
-    """A power of two: enough to fill the device, and no more than there are tiles of keys to share out."""
+    """A power of two: enough to fill the device, and no more than there are tiles of keys."""
     wanted = min(num_programs // max(1, programs), most_keys // _KEYS_PER_SPLIT, _MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)

@@ -1,5 +1,5 @@
-"""Prefill by flashinfer, where its package is installed: it reads blocks of any size where they lie, and knows windows
-and soft caps.
+"""Prefill by flashinfer, where its package is installed. It reads blocks of any size in place, and knows windows and
+soft caps.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _WORKSPACE_BYTES = 128 << 20
 
 
 def wrappers_of(device: torch.device) -> Callable[[], Any]:
-    """Makes `flashinfer.BatchPrefillWithPagedKVCacheWrapper`s. Raises `ModelRefused` where they cannot be had."""
+    """Makes `flashinfer.BatchPrefillWithPagedKVCacheWrapper`s. Raises `ModelRefused` where this is not possible."""
     if device.type != "cuda":
         raise ModelRefused(f"attention = 'flashinfer' needs a CUDA device, not {device}.")
     try:
@@ -32,7 +32,7 @@ def wrappers_of(device: torch.device) -> Callable[[], Any]:
 
 
 class _Kind(NamedTuple):
-    """What layers have in common that go by one plan."""
+    """What layers that share one plan have in common."""
 
     heads: int
     kv_heads: int

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one for each bucket of rows, with and without adapters.
 
-A graph replays the same kernels on the same addresses, so a step's inputs are copied into one static matrix, filled up
-to the bucket with rows that write to the trash block. What a step costs on the host is then that copy and one launch.
+A graph replays the same kernels on the same addresses. So a step's inputs are copied into one static matrix. It is
+filled up to the bucket with rows that write to the trash block. A step then costs the host that copy and one launch.
 """
 
 import logging
@@ -34,7 +34,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Graphs that share their memory: only one of them runs at a time."""
+    """Graphs that share their memory, since only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -59,12 +59,12 @@ class CudaCapture:
 
 
 def repeat(compute: Run) -> Run:
-    """A `Capture` for devices without graphs: everything is computed anew."""
+    """A `Capture` for devices without graphs: it computes everything each time."""
     return compute
 
 
 class _StaticRows:
-    """The matrix that graphs read [rows, _COLUMNS + width] int32, and what the host last put there."""
+    """The matrix that graphs read [rows, _COLUMNS + width] int32, and what the host last wrote there."""
 
     def __init__(self, rows: int, width: int, block_size: int, device: torch.device) -> None:
         self.on_device = torch.zeros(rows, _COLUMNS + width, dtype=torch.int32, device=device)
@@ -102,7 +102,7 @@ class _StaticRows:
             first_tokens.copy_(carried.token_ids.index_select(0, first_tokens))
 
     def _write_table(self, row: int, blocks: list[int], count: int) -> None:
-        """Only what is new: a sequence's list of blocks grows, and is another list after a preemption."""
+        """Writes only what is new. A sequence's list of blocks grows, and is replaced after a preemption."""
         known, written = self._tables[row]
         start = written if known is blocks and written <= count else 0
         if start < count:
@@ -136,7 +136,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], tuple[StepBatch, Run]] = {}
 
     def capture_all(self) -> None:
-        """Largest first: the smaller ones then find all the memory they need in the pool."""
+        """Largest first: the smaller ones then find all the memory that they need in the pool."""
         for bucket in reversed(self._buckets):
             for has_adapters in (False, True):
                 self._rows.fill([], bucket)
@@ -144,9 +144,10 @@ class DecodeGraphs:
         logger.info("%d CUDA graphs for 1 to %d rows", len(self._graphs), self._buckets[-1])
 
     def run(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
-        """The batch, and logits [rows, vocab] that hold until the next call; None for more rows than there is a graph
-        for. `chunks` are one token each, which `carried` has where the host does not know them. Does not wait for the
-        device.
+        """The batch, and logits [rows, vocab] that are valid until the next call. None for more rows than there is a
+        graph for. Does not wait for the device.
+
+        `chunks` are one token each. `carried` has the tokens that the host does not know.
         """
         bucket = next((bucket for bucket in self._buckets if bucket >= len(chunks)), None)
         if bucket is None:
@@ -174,7 +175,7 @@ class DecodeGraphs:
         return self._graphs[key]
 
     def _compute(self, batch: StepBatch, inputs: torch.Tensor) -> None:
-        """Everything that is read lives as long as this object: a graph remembers addresses only."""
+        """Everything that is read lives as long as this object, since a graph stores only addresses."""
         bucket = inputs.shape[0]
         now = replace(
             batch,

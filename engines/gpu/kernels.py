@@ -1,13 +1,15 @@
 """Triton kernels: attention over paged K and V, and the products of LoRA adapters row by row.
 
-Attention is FlashAttention's online softmax (Dao et al. 2022) over block tables (PagedAttention, Kwon et al. 2023);
-where there are few queries, K and V are split over programs and merged afterwards (Flash-Decoding, Dao et al. 2023).
-The query heads that share K and V are rows of one product. Adapters by row are Punica's (Chen et al. 2023), with a
-table of pointers in place of stacked weights: ranks need no padding, and loading an adapter copies nothing. Where many
-rows in a row have the same adapter, as in a prefill, they are multiplied by tiles (SGMV, in the same paper).
+Attention is FlashAttention's online softmax (Dao et al. 2022) over block tables (PagedAttention, Kwon et al. 2023).
+Where there are few queries, K and V are split over programs and merged afterwards (Flash-Decoding, Dao et al. 2023).
+The query heads that share K and V are rows of one product.
 
-Nothing beyond a sequence's length is read, so what other sequences left in a block takes no part, not even as NaN.
-All arithmetic is in float32; sums over K and V are taken in the order of the tiles.
+Adapters by row are Punica's (Chen et al. 2023), with a table of pointers in place of stacked weights. So ranks need no
+padding, and loading an adapter copies nothing. Where many consecutive rows have the same adapter, as in a prefill, they
+are multiplied by tiles (SGMV, in the same paper).
+
+Nothing beyond a sequence's length is read, so old content of a block has no effect, not even as NaN. All arithmetic is
+in float32. Sums over K and V are taken in the order of the tiles.
 """
 
 import triton
@@ -16,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def _keys_of(first, length, kv_len, window, split, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
-    """From where to where the keys lie that one split of these queries has to look at; `window` 0 is none."""
+    """Where the keys that one split of these queries reads begin and end. `window` 0: no window."""
     end = tl.minimum(kv_len, kv_len - length + first + QUERIES)
     begin = tl.where(window > 0, tl.maximum(0, kv_len - length + first - window + 1), 0) // BLOCK_N * BLOCK_N
     tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
@@ -82,7 +84,9 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
 ):
     """One program: up to QUERIES consecutive tokens of a sequence, all query heads of one KV head, one split of its
-    keys. out [T, HEADS, V_DIM]; with splits acc [SPLITS, T, HEADS, V_DIM], max and sum [SPLITS, T, HEADS] instead.
+    keys.
+
+    Writes out [T, HEADS, V_DIM]. With splits it writes acc [SPLITS, T, HEADS, V_DIM], max and sum [SPLITS, T, HEADS].
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -200,7 +204,7 @@ def merge_kernel(
 
 @triton.jit
 def _aligned(address, element):
-    """Loads of 16 bytes at a time need to know that they may be."""
+    """Tells the compiler that the address allows loads of 16 bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(element)), 16)
 
 

@@ -1,5 +1,6 @@
-"""Adapters row by row: tables of pointers on the device in place of groups of rows on the host, so that a step's work
-has the same shape whichever adapters its rows have, as a CUDA graph needs it.
+"""Adapters row by row: tables of pointers on the device replace groups of rows on the host.
+
+So a step's work has the same shape whichever adapters its rows have. A CUDA graph needs that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ def tiles_of(chunks: Sequence[Chunk], device: torch.device) -> torch.Tensor:
 
 
 def device_layout(pair: LoraPair) -> LoraPair:
-    """Equal, and as the kernels read it: 16 bytes at a time, B by its columns, which are long at any rank."""
+    """The same pair as the kernels read it: 16 bytes at a time, B by its columns, which are long at any rank."""
     return LoraPair(_dense(pair.A), _dense(pair.B.mT).mT, pair.scale)
 
 
@@ -61,7 +62,7 @@ _BY_TILE = _Kernels(shrink_tiles_kernel, expand_tiles_kernel, 64, 64, {"ROWS": T
 
 
 class SlotTables:
-    """For each module and slot: where A and B lie, the rank (0: none) and the scale."""
+    """For each module and slot: the addresses of A and B, the rank (0: none) and the scale."""
 
     def __init__(self, num_modules: int, num_slots: int, max_rank: int, device: torch.device) -> None:
         self._device = device
@@ -135,7 +136,7 @@ class SlotTables:
 class RowAdapters(AdapterModules):
     """Adapters on modules that also compute row by row, while `AdapterContext.by_row` is set.
 
-    Only linear layers do. `runs_by_row` says of a slot whether it needs no other.
+    Only linear layers do. `runs_by_row` says whether a slot changes nothing else.
     """
 
     def __init__(
@@ -187,13 +188,13 @@ class RowAdapters(AdapterModules):
         return slot not in self._others
 
     def withdraw(self) -> None:
-        """Leave the model as it was. There must be no adapter in it."""
+        """Restore the model. It must hold no adapter."""
         for path in self._numbers:
             self._model.set_submodule(path, self.wrap_linear(path).base)
 
 
 def check_products(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises what the kernels raise on this device, and `RuntimeError` when they are wrong."""
+    """Raises what the kernels raise on this device, and `RuntimeError` when their results are wrong."""
     generator = torch.Generator().manual_seed(0)
     A, B, x = (torch.randn(size, generator=generator).to(device, dtype) for size in ((8, 80), (48, 8), (40, 80)))
     tables = SlotTables(1, 2, 8, device)

@@ -1,4 +1,4 @@
-"""What the libraries that can take the prefill from the Triton kernels have in common."""
+"""What the libraries that can replace the Triton kernels for the prefill have in common."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,7 +13,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class PrefillBackend(TritonBackend):
-    """Decoding, and whatever `takes` does not name, goes through the Triton kernels."""
+    """Decoding, and whatever `takes` rejects, goes through the Triton kernels."""
 
     def takes(self, q: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout) -> bool:
         """Whether the library computes this."""
@@ -34,13 +34,13 @@ class PrefillBackend(TritonBackend):
 
 
 def window_left(window: int | None) -> int:
-    """How many tokens before its own a token sees; -1 for all."""
+    """How many earlier tokens a token attends to; -1 for all."""
     return window - 1 if window else -1
 
 
 def spread(counts: Sequence[int], device: torch.device) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Of things that lie one after the other, so many of each sequence: where those of each begin [n + 1], and on the
-    device the sequence of each thing and its place among those of the sequence [sum], int64.
+    """For consecutive items, so many of each sequence: where the items of each sequence begin [n + 1]. On the device,
+    int64: the sequence of each item, and its index within that sequence [sum].
     """
     starts = [0, *accumulate(counts)]
     sequence = torch.repeat_interleave(to_device(counts, device), output_size=starts[-1])

@@ -1,5 +1,6 @@
-"""Prefill by torch's attention over sequences of many lengths (`torch.nn.attention.varlen`): FlashAttention 2, or 3
-where its package is installed.
+"""Prefill by torch's attention over sequences of many lengths (`torch.nn.attention.varlen`).
+
+It is FlashAttention 2, or 3 where its package is installed.
 """
 
 import logging
@@ -29,8 +30,9 @@ MOST_GATHERED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Flash:
-    """`attend`: with the arguments of `torch.nn.attention.varlen.varlen_attn`. `dtypes`: of Q, K and V. `page`: the
-    number of tokens that blocks must be a multiple of to be read where they lie; from others K and V are gathered.
+    """`attend`: takes the arguments of `torch.nn.attention.varlen.varlen_attn`. `dtypes`: of Q, K and V.
+
+    `page`: blocks of a multiple of so many tokens are read in place. From other blocks K and V are gathered.
     """
 
     attend: Callable[..., Any]
@@ -39,7 +41,7 @@ class Flash:
 
     @classmethod
     def of_torch(cls, device: torch.device) -> "Flash":
-        """Raises `ModelRefused` where torch has none. FlashAttention 3 takes the place of 2 in the whole process."""
+        """Raises `ModelRefused` where torch has none. FlashAttention 3 replaces 2 in the whole process."""
         try:
             from torch.nn.attention import activate_flash_attention_impl
             from torch.nn.attention.varlen import varlen_attn
@@ -59,7 +61,7 @@ class Flash:
         return cls(varlen_attn, HALVES, page)
 
     def takes(self, q: torch.Tensor, values: torch.Tensor, attention: Attention) -> bool:
-        """It knows neither soft caps nor sinks, and one head size for K and V."""
+        """Supported: no soft caps, no sinks, and one head size for K and V."""
         size = q.shape[-1]
         return (
             q.dtype in self.dtypes
@@ -73,8 +75,8 @@ class Flash:
 class VarlenBackend(PrefillBackend):
     """Implements `attention.interface.AttentionBackend`.
 
-    `most_gathered`: tokens of all sequences together whose K and V are copied for a call; for more the Triton kernels
-    read the blocks.
+    `most_gathered`: limit on the tokens of all sequences together whose K and V are copied for a call. Beyond it the
+    Triton kernels read the blocks.
     """
 
     def __init__(self, cache: KVCache, flash: Flash, *, num_programs: int, most_gathered: int = MOST_GATHERED) -> None:

@@ -1,7 +1,7 @@
-"""Which of a model's targets can be adapted row by row, found by watching it run a few tokens.
+"""Finds which of a model's targets can be adapted row by row, by watching the model run a few tokens.
 
-The others (a layer over images, experts that are handed rows in another order, a router that does not go by
-`F.linear`) would be adapted wrongly without a word, so an adapter that changes them is refused.
+The others are layers over images, experts that get rows in another order, or routers that do not use `F.linear`. An
+adapter on them would be computed wrongly without an error, so it is refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ def adaptable_targets(
     num_tokens: int,
     shards: Shards | None = None,
 ) -> dict[str, TargetKind]:
-    """Paths as in `LoraTargets`. `run` has the model compute `num_tokens` tokens, and logits of one of them."""
+    """Paths as in `LoraTargets`. `run` makes the model compute `num_tokens` tokens, and logits of one of them."""
     watch = _Watch(num_tokens)
     handles = []
     modules = dict(model.named_modules())
@@ -47,7 +47,7 @@ def adaptable_targets(
 
 
 class _Watch(TorchFunctionMode):
-    """Notes modules that got one row per token, and how often each multiplied by a weight itself."""
+    """Records the modules that got one row per token, and how often each multiplied by a weight itself."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Adapters applied to a running model: wrappers around its modules, many adapters in one batch.
 
-The reference for every faster way: for each adapter in the batch, y[rows] += B (A x[rows] * scale). Ranks are never
-padded, and modules that no loaded adapter touches are not wrapped, so adapters that are loaded but unused cost nothing.
+This is the reference for every faster way: for each adapter in the batch, y[rows] += B (A x[rows] * scale). Ranks are
+never padded. Modules that no loaded adapter changes are not wrapped, so loaded but unused adapters cost nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ def add_pairs(
 
 
 class _Wrapper(nn.Module):
-    """Stands in the place of `base`, whose other attributes can be read through it: some models do."""
+    """Replaces `base` in the model. Attributes of `base` can be read through it, since some models do."""
 
     def __init__(self, base: nn.Module, context: AdapterContext) -> None:
         super().__init__()
@@ -130,8 +130,8 @@ class _AddToLinear(TorchFunctionMode):
 class AdapterModules:
     """Implements `lora.cache.SlotModules` over a transformers model.
 
-    `adaptable`: modules (for experts: parameters) that see one row per token, and of what kind they are. `head`: the
-    output head, which sees the wanted rows only.
+    `adaptable`: modules (for experts: parameters) that see one row per token, with their kind. `head`: the output head,
+    which sees only the wanted rows.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class AdapterModules:
         self._pairs: dict[str, Pairs] = {}
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
-        """In the model's dtype and on its device. Safe on any thread. Raises `AdapterRefused` for a module that is not
-        adapted on this model, and for values that the dtype does not hold.
+        """Converts to the model's dtype and device. Safe on any thread. Raises `AdapterRefused` for a module that
+        cannot be adapted on this model, and for values beyond the dtype's range.
         """
         pairs: dict[str, LoraPair] = {}
         for path, pair in weights.pairs.items():

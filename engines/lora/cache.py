@@ -1,12 +1,12 @@
-"""Which adapters are loaded, and which of them sit in a device slot.
+"""Which adapters are loaded, and which of them are in a device slot.
 
-Two tiers: host memory (least recently used first out, within a bytes budget) and slots on the device (least recently
-used first out, pinned while a running sequence uses them). Everything is keyed by the adapter's digest, so two paths
-with the same content share one load, and a path whose content was replaced is another adapter.
+There are two tiers, both least recently used first out: host memory within a bytes budget, and slots on the device,
+pinned while a running sequence uses them. Everything is keyed by the adapter's digest. So two paths with the same
+content share one load, and a path whose content was replaced is another adapter.
 
-Loading happens on own threads, one load per digest, in the order in which adapters were first wanted. An adapter that
-some request wants is never evicted; a load waits while the wanted ones fill the budget, so a small budget makes
-requests wait, not fail. What is held is at most the budget, one adapter, and those that are being loaded.
+Loads run on their own threads, one per digest, in the order in which adapters were first wanted. An adapter that some
+request wants is never evicted. A load waits while the wanted ones fill the budget, so a small budget makes requests
+wait, not fail. At most the budget, one adapter, and the adapters being loaded are held.
 """
 
 import logging
@@ -42,7 +42,7 @@ Installed = TypeVar("Installed", bound=HostAdapter, contravariant=True)
 
 
 class SlotModules(Protocol[Installed]):
-    """The model's modules, as far as adapters go. Called on the loop's thread only, between steps."""
+    """The model's modules, for adapters. Called on the loop's thread only, between steps."""
 
     def install(self, slot: int, adapter: Installed) -> None:
         """Raises `AdapterRefused` when the model cannot apply it; then the slot is to be removed."""
@@ -266,7 +266,7 @@ class AdapterCache(Generic[Held]):
             future.add_done_callback(lambda _: self.on_loaded())
 
     def _has_room(self) -> bool:
-        """Whether adapters that nobody wants could make way for one more. One is always let in."""
+        """Whether one more adapter fits after evicting adapters that no request wants. One is always let in."""
         wanted = [weights.nbytes for digest, weights in self._host.items() if digest in self._wants]
         return not wanted or sum(wanted) < self.byte_budget
 

@@ -20,12 +20,13 @@ class AdapterRows:
 
 @dataclass(slots=True)
 class AdapterContext:
-    """Set by the compute path before each forward and read by the wrapped modules; the engine loop's thread owns it.
+    """Set by the compute path before each forward and read by the wrapped modules. The engine loop's thread owns it.
 
-    `slots` [T] int32: the slot of each row, -1 for none; None when no row has one. `rows`: the same by adapter, and
-    `head_rows` for the rows whose logits are wanted, numbered 0 … R-1. `by_row`: the modules go by `slots` and
-    `head_slots` alone, on the device; then no `rows` are made, which the host would have to wait for. `tiles`:
-    stretches of rows that have the same adapter, for modules that use them.
+    - `slots` [T] int32: the slot of each row, -1 for none. None when no row has one.
+    - `rows`: the same by adapter. `head_rows`: for the rows whose logits are wanted, numbered 0 … R-1.
+    - `by_row`: modules use only `slots` and `head_slots`, on the device. `rows` are not made then, since the host would
+      have to wait for them.
+    - `tiles`: runs of rows with the same adapter, for modules that use them.
     """
 
     slots: torch.Tensor | None = None
@@ -43,7 +44,7 @@ class AdapterContext:
 
     @contextmanager
     def narrowed(self, rows: torch.Tensor) -> Iterator[None]:
-        """Within it, the batch is these rows [n] of the whole one, for a layer that is called with some of them."""
+        """Inside it, the batch is these rows [n] of the whole one. For a layer that is called with some of the rows."""
         whole = self.slots, self._rows
         self.slots = None if self.slots is None else self.slots[rows]
         self._rows = None

@@ -13,11 +13,11 @@ from engines.lora.shards import SumUp
 
 
 class AdaptedExperts(nn.Module):
-    """Around experts that follow transformers' `use_experts_implementation`, which computes them faster and without
-    adapters; that is still used while no row of the batch has one here, unless the rows are to be filled up.
+    """Wraps experts that follow transformers' `use_experts_implementation`, which is faster and knows no adapters. That
+    one is still used while no row of the batch has an adapter here, unless the rows are filled up.
 
     `pairs`: adapters by parameter and slot. `row_multiple`: rows of an expert are filled up to a multiple of it.
-    `sum_up`: where each of several processes has a part of every expert, what adds their outputs up, in place.
+    `sum_up`: where each of several processes has a part of every expert, it adds up their outputs in place.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class AdaptedExperts(nn.Module):
 
 
 def _here(weight: torch.Tensor) -> torch.Tensor:
-    """This process' part of it."""
+    """This process' part of the parameter."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _of(matrices: torch.Tensor, expert: int) -> torch.Tensor:
-    """One expert's matrix of [experts, …], or the one that all share."""
+    """One expert's matrix of [experts, …], or the matrix that all share."""
     return matrices[expert if matrices.shape[0] > 1 else 0]

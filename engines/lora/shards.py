@@ -1,4 +1,4 @@
-"""Which part of a model, and of an adapter for it, one process of a tensor-parallel group holds."""
+"""Which part of a model, and of an adapter for it, a process of a tensor-parallel group holds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ SumUp = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The part of process `rank` of `size`. `styles`: by module, as in transformers' plans, with `*` for numbers; what
-    they do not name is whole on every process.
+    """The part of process `rank` of `size`. `styles`: by module, as in transformers' plans, with `*` for numbers. Other
+    modules are whole on every process.
     """
 
     rank: int
@@ -50,12 +50,13 @@ class Shards:
         return cls(rank, size, styles)
 
     def in_features(self, path: str, whole: int) -> int:
-        """How many of a module's inputs come to this process."""
+        """How many of a module's inputs this process has."""
         return len(range(whole)[self._part(whole)]) if self._style(path) == _ROWS else whole
 
     def part_of(self, path: str, pair: LoraPair) -> LoraPair:
-        """Of an adapter's matrices, also of those of all experts: where a module's outputs are split the rows of B,
-        where its inputs are split the columns of A. Raises `AdapterRefused` where the model is split in another way.
+        """This process' part of an adapter's matrices, also of those of all experts. Where a module's outputs are
+        split, the rows of B; where its inputs are split, the columns of A. Raises `AdapterRefused` where the model is
+        split in another way.
         """
         parts = path.split(".")
         for end in range(1, len(parts) + 1):
@@ -74,8 +75,8 @@ class Shards:
         return pair
 
     def sums_up(self, path: str) -> SumUp | None:
-        """What adds up over all processes what a part of x gives: A x of a linear layer, the outputs of experts. None
-        where x is whole.
+        """The operation that sums over all processes what a part of x gives: A x of a linear layer, the outputs of
+        experts. None where x is whole.
         """
         return dist.all_reduce if self._style(path) in (_ROWS, _EXPERTS) else None
 
@@ -89,8 +90,6 @@ class Shards:
 
 
 def _adds_up(experts: Any) -> bool:
-    """Whether the outputs of parts of these experts add up to those of the whole, and the parts are cut as of linear
-    layers.
-    """
+    """Whether the outputs of parts of these experts add up to the whole, and the parts are cut like linear layers."""
     odd = ("is_transposed", "has_bias", "has_post_expert_norm")
     return not any(getattr(experts, name, False) for name in odd)

@@ -25,7 +25,7 @@ KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"}) | recurre
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`model` is a `PreTrainedModel`; `context_length` is what it was made for, in tokens."""
+    """`model` is a `PreTrainedModel`. `context_length`, in tokens, is what the model was trained for."""
 
     model: Any
     config: Any
@@ -36,7 +36,7 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Raises `ModelRefused` for a source that is no model and for layers that this engine does not know."""
+    """Raises `ModelRefused` for a source that is no model, and for layers that this engine does not support."""
     device = pick_device(config.device)
     if config.tensor_parallel > 1 and device.type == "cuda":
         device = torch.device("cuda", dist.get_rank())
@@ -68,7 +68,7 @@ def takes_images(hf_config: Any, config: EngineConfig) -> bool:
 
 
 def check_source(config: EngineConfig) -> None:
-    """Whether the model can be loaded, as far as all but its weights tells. Raises `ModelRefused`."""
+    """Checks everything about a model but its weights. Raises `ModelRefused` when it cannot be loaded."""
     if config.source.startswith("/") and not Path(config.source).exists():
         raise ModelRefused(f"The source does not exist: {config.source!r}.")
     text = _read_config(config).get_text_config()
@@ -79,7 +79,7 @@ def check_source(config: EngineConfig) -> None:
 
 
 def check_context_length(config: EngineConfig, longest: int) -> None:
-    """Raises `ModelRefused` when more is asked for than the model was made for."""
+    """Raises `ModelRefused` when the configured length exceeds what the model was trained for."""
     if config.context_length is not None and config.context_length > longest:
         raise ModelRefused(
             f"context_length = {config.context_length} is more than the {longest} tokens that {config.source!r} was "
@@ -107,7 +107,7 @@ def _location(config: EngineConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _check_weight_files(folder: Path) -> None:
-    """They are all there, and those of safetensors are whole: of these the headers are read."""
+    """All weight files are there. Those of safetensors are whole: their headers are read."""
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ModelRefused(f"The folder {str(folder)!r} holds no weights, such as model.safetensors.")
     for index in folder.glob("*.index.json"):
@@ -127,7 +127,7 @@ def _check_weight_files(folder: Path) -> None:
 
 
 def split_gguf(source: str) -> tuple[str, str | None]:
-    """(folder, file name) of a `.gguf` file; anything else is a folder or hub id as it is."""
+    """(folder, file name) of a `.gguf` file. Other sources, a folder or a hub id, are returned unchanged."""
     if source.endswith(".gguf"):
         path = Path(source)
         return str(path.parent), path.name
@@ -141,7 +141,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def check_layer_types(text_config: Any) -> None:
-    """Raises `ModelRefused` naming a layer type or attention that is not computed here."""
+    """Raises `ModelRefused` naming a layer type or attention that this engine does not compute."""
     types = set(getattr(text_config, "layer_types", None) or [])
     unknown = sorted(types - KNOWN_LAYER_TYPES)
     if unknown:
@@ -153,8 +153,8 @@ def check_layer_types(text_config: Any) -> None:
 
 
 def check_rotation(text_config: Any, context_length: int | None) -> None:
-    """Raises `ModelRefused` where rotary positions depend on the length of the sequence: in transformers the longest
-    one of a batch would decide for all. Up to the length that the model was first trained on there is no difference.
+    """Raises `ModelRefused` where rotary positions depend on the sequence length: in transformers the longest sequence
+    of a batch would decide for all. Up to the length that the model was first trained on there is no difference.
     """
     parameters = getattr(text_config, "rope_parameters", None) or {}
     kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
@@ -178,7 +178,7 @@ def _dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
 
 
 def _vocab_size(model: Any) -> int:
-    """Rows of the embedding: an id beyond them would be an error in the middle of a batch."""
+    """Rows of the embedding. A larger id would fail a whole batch."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 

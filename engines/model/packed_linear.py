@@ -10,7 +10,7 @@ _HINT_ROWS = 32
 
 
 class PackedLinear(nn.Module):
-    """`tiled`: as in `engines.model.row_tiles`, a row's bits do not depend on the others."""
+    """`tiled`: a row's bits do not depend on the other rows, as in `engines.model.row_tiles`."""
 
     def __init__(self, linear: nn.Linear, *, tiled: bool) -> None:
         super().__init__()

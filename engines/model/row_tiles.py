@@ -1,10 +1,11 @@
-"""Matrix products whose every row has the same bits whatever the other rows are: the ground of the exact mode.
+"""Matrix products in which the bits of a row do not depend on the other rows: the base of the exact mode.
 
 A product picks its kernel, and with it the order of its sums, by the number of its rows. So each one is computed in
-tiles of a fixed number of rows, the last one filled up. The rest of a forward keeps to its rows as long as the vectors
-of the processor never end within one, hence the batch is filled up to whole tiles too, and as long as one thread
-computes it, since torch cuts between threads anywhere. What a model does beyond that (a convolution, say) is found by
-the self-test, which compares bits.
+tiles of a fixed number of rows, the last one filled up.
+
+The rest of a forward keeps rows apart under two conditions. No vector of the processor may end within a row, so the
+batch is filled up to whole tiles too. And one thread computes it, since torch may split work between threads anywhere.
+Other operations of a model (a convolution, say) are covered by the self-test, which compares bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ def in_tiles(x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 class RowTiles(TorchFunctionMode):
-    """Within it, every product of rows and a weight matrix goes by tiles, whichever module or function computes it."""
+    """Inside it, every product of rows and a weight matrix goes by tiles, whichever module or function computes it."""
 
     def __torch_function__(
         self,

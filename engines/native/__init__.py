@@ -1,1 +1,1 @@
-"""The decoder layers of Llama-like models in C, for the CPU. Without a compiler torch takes over."""
+"""The decoder layers of Llama-like models in C, for the CPU. Without a compiler, torch computes them."""

@@ -1,4 +1,4 @@
-"""Adapters for the C kernels: repacked on the loader's thread, then a slot is a table of pointers."""
+"""Adapters for the C kernels. The loader's thread repacks them; a slot is then a table of pointers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
-    """`nbytes` in memory. `rest`: what the kernels do not compute (an embedding), for the torch modules."""
+    """`nbytes` in memory. `rest`: what the kernels do not compute (an embedding); torch modules apply it."""
 
     nbytes: int
     packed: tuple[PackedPair, ...]
@@ -63,7 +63,7 @@ class NativeAdapters:
         self._held.pop(slot, None)
 
     def _place(self, path: str) -> tuple[int, int] | None:
-        """(layer, module) in the kernels' numbering, (-1, 0) for the head, None for what is left to torch."""
+        """(layer, module) in the kernels' numbering, (-1, 0) for the head, None for what torch computes."""
         if path == self._head:
             return -1, 0
         if not path.startswith(self._layers):

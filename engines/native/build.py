@@ -1,4 +1,4 @@
-"""Compiles the C sources for the machine at hand and keeps the result by what went into it."""
+"""Compiles the C sources for this machine, and caches the library by everything that it was made from."""
 
 import hashlib
 import logging

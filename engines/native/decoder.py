@@ -1,4 +1,4 @@
-"""The C kernels in the place of a transformers model's decoder layers and output head."""
+"""The C kernels that replace a transformers model's decoder layers and output head."""
 
 import ctypes
 import weakref
@@ -32,8 +32,8 @@ class PackedPair:
 
 
 class NativeDecoder:
-    """A model from the embedded tokens to the logits. Owns the packed weights and the KV cache; the layers that it was
-    made of lose theirs. Raises `MemoryError`.
+    """A model from the embedded tokens to the logits. Owns the packed weights and the KV cache. The original layers
+    lose their weights. Raises `MemoryError`.
     """
 
     def __init__(
@@ -139,8 +139,12 @@ class NativeDecoder:
 
 @dataclass(frozen=True, slots=True)
 class _Arrays:
-    """The batch as the kernels read it: spans [n, 4] (first row, rows, tokens with these, offset of the table), block
-    tables one after the other, attention items [n, 3] (span, KV head, first row), blocks taken into use.
+    """The batch as the kernels read it.
+
+    - spans [n, 4]: first row, rows, tokens with these, offset of the block table.
+    - block tables, one after another.
+    - attention items [n, 3]: span, KV head, first row.
+    - blocks taken into use.
     """
 
     spans: np.ndarray[Any, np.dtype[np.int32]]

@@ -85,8 +85,8 @@ def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> Deco
 
 
 def _require_own_classes(model: nn.Module) -> None:
-    """The kernels know what transformers' classes compute. A class that somebody derived from one, or a `forward` that
-    was put in the place of one, may compute something else, which would be passed by.
+    """The kernels compute what transformers' classes compute. A derived class, or a replaced `forward`, may compute
+    something else, which the kernels would ignore.
     """
     family = type(model).__name__.removesuffix("ForCausalLM")
     if family not in _FAMILIES:

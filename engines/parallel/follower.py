@@ -1,4 +1,4 @@
-"""A process that computes its part of a model, told what by its leader. Run as a program by `group.TensorGroup`."""
+"""A process that computes its part of a model, as its leader tells it. `group.TensorGroup` runs it as a program."""
 
 import logging
 import os
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def follow(model: AssembledModel, inbox: "SimpleQueue[Message]") -> None:
-    """Do what the leader does, until it says stop. Whatever is raised ends this process, and with it the group: those
-    who were in the middle of the same sums have other numbers than this one by then.
+    """Do what the leader does, until it says stop. An exception ends this process and with it the group: processes that
+    were in the same sum have different numbers by then.
     """
     modules = model.runner.adapters
     assert isinstance(modules, AdapterModules)

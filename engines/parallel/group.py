@@ -1,8 +1,8 @@
 """The processes of one model on several devices: this one leads, the others follow.
 
-The leader runs the engine loop and samples. It tells the others over a pipe what it is about to compute, and all do it
-together; what the layers exchange goes through torch.distributed (NCCL, gloo on CPUs). A follower ends when its pipe
-does, so none outlives its leader; when one ends early the engine has failed.
+The leader runs the engine loop and samples. It sends each command to the others over a pipe, and all compute it
+together. The layers exchange data through torch.distributed (NCCL, gloo on CPUs). A follower ends when its pipe closes,
+so none outlives its leader. When a follower ends early, the engine has failed.
 """
 
 import logging
@@ -35,8 +35,8 @@ _END_S = 10.0
 
 
 def join(config: EngineConfig, rank: int, meeting_point: str) -> None:
-    """Blocks until all processes of the group have. `meeting_point`: a file that only they can reach; torch's own
-    server for this would listen to the whole network.
+    """Blocks until all processes of the group have joined. `meeting_point`: a file that only they can reach. torch's
+    own server for this would listen to the whole network.
     """
     backend = "nccl" if pick_device(config.device).type == "cuda" else "gloo"
     store = FileStore(meeting_point, config.tensor_parallel)
@@ -44,7 +44,7 @@ def join(config: EngineConfig, rank: int, meeting_point: str) -> None:
 
 
 class TensorGroup:
-    """The leader's side. `tell` on one thread at a time. `lost`: whether the group is good for nothing any more."""
+    """The leader's side. Call `tell` on one thread at a time. `lost`: the group can no longer be used."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Starts the others; the group is complete when this returns. Raises `EngineError` when one does not start."""
@@ -113,7 +113,9 @@ class TensorGroup:
 
 
 def _abort() -> None:
-    """End what waits for a process that is gone. Gloo ends by itself; on a device it would wait for `_TIMEOUT`."""
+    """End operations that wait for a process that has ended. Gloo ends by itself; on a device they would wait for
+    `_TIMEOUT`.
+    """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         try:
             dist.distributed_c10d._abort_process_group()

@@ -1,4 +1,4 @@
-"""The leader's runner and adapter modules: what they do, all processes do."""
+"""The leader's runner and adapter modules: whatever they do, all processes do."""
 
 import pickle
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from engines.tensors.batch import Carried, StepBatch
 
 
 class LeadingRunner:
-    """Implements `loop.Runner`. A forward that raises ends the engine: the other processes may be in the middle of it,
-    and would take the next one's sums for those they wait for.
+    """Implements `loop.Runner`. A forward that raises ends the engine. The other processes may be in the middle of it,
+    and would add the next forward's numbers to its sums.
     """
 
     repeatable = False
@@ -37,7 +37,7 @@ class LeadingRunner:
             raise
 
     def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> None:
-        """Not from here: the other processes do not know what this one has drawn."""
+        """Always None: the other processes do not know what this one has drawn."""
 
     def check_health(self) -> None:
         if self._group.lost:
@@ -48,7 +48,7 @@ class LeadingRunner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LedAdapter:
-    """This process' part of an adapter, and all of it for the others."""
+    """This process' part of an adapter, and the whole adapter for the other processes."""
 
     own: AdapterWeights
     whole: bytes

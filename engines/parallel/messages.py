@@ -1,4 +1,4 @@
-"""What the leading process of a group tells the others to do. They do the same as it does, at the same time."""
+"""The commands of a group's leading process to the others. All processes run each command at the same time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from engines.protocol import GenerateRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ChunkMessage:
-    """A chunk, as far as computing it goes."""
+    """What is needed to compute a chunk."""
 
     start: int
     token_ids: tuple[int, ...]
@@ -32,7 +32,7 @@ class ChunkMessage:
         )
 
     def chunk(self, number: int) -> Chunk:
-        """Equal to the leader's for everything that a forward looks at; what lies before and behind it is made up."""
+        """Equal to the leader's in everything that a forward reads. Tokens before and behind it are placeholders."""
         sampling = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0 if self.scores_prompt else None)
         tokens: Any = _Tokens(self.start, self.token_ids, 0 if self.completes else 1)
         sequence = TokenSequence(GenerateRequest(str(number), (), sampling), NO_SINK, tokens, len(tokens))
@@ -43,7 +43,7 @@ class ChunkMessage:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Those of a sequence of which only some are known, without the work of making up the others."""
+    """A sequence's tokens, of which only some are known. The others are never built."""
 
     start: int
     known: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""Who runs what, in which order, and where K and V lie: plain Python, no torch."""
+"""What runs, in which order, and where K and V lie: plain Python, no torch."""

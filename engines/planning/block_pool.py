@@ -1,8 +1,9 @@
-"""The blocks of the KV cache: who holds which, and which hold a prefix that can be used again.
+"""The blocks of the KV cache: which sequences hold them, and which hold a prefix that can be reused.
 
-A block covers `block_size` tokens of one sequence, in every layer. A block that is full can be published under the hash
-of its whole prefix; later requests with the same prefix (and the same salt, which is the adapter's digest) share it.
-Blocks that nobody holds but that are published stay until their place is needed, least recently used first.
+A block covers `block_size` tokens of one sequence, in every layer. A full block can be published under the hash of its
+whole prefix. Later requests with the same prefix and salt (what K and V depend on beside the tokens, such as the
+adapter's digest) share it. Published blocks without a holder stay until their memory is needed, least recently used
+first.
 
 Chained prefix hashes as in vLLM's automatic prefix caching (Kwon et al., SOSP 2023, and its v1 design notes).
 """
@@ -27,7 +28,7 @@ def prefix_hash(parent: bytes, token_ids: Sequence[int], salt: str = "") -> byte
 
 
 def salt_hash(salt: str) -> bytes:
-    """Where a chain starts: the salt keeps prefixes of different adapters apart, since K and V depend on them."""
+    """The start of a chain. The salt keeps prefixes of different adapters apart, since K and V depend on them."""
     return blake2b(salt.encode(), digest_size=16).digest()
 
 
@@ -50,16 +51,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now, published ones that nobody holds included."""
+        """Blocks that `allocate` could hand out now, including published ones without a holder."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_idle(self) -> int:
-        """Published blocks that nobody holds."""
+        """Published blocks without a holder."""
         return len(self._idle)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks held by the caller, or None (and nothing taken) when there are not as many."""
+        """`count` blocks held by the caller. None, and nothing is taken, when there are fewer."""
         if count > self.num_free:
             return None
         return [self._take() for _ in range(count)]

@@ -1,14 +1,15 @@
 """Waiting requests in a fair order: across tenants first, across the adapters of one tenant second.
 
-Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each tenant, and each
-adapter of a tenant, has a counter of the tokens it was charged: at an admission all that have to be computed then, and
-every output token when it is computed. The smallest counter goes next. The clock is the counter of the last who was
-admitted, and a counter is brought up to it before it is charged, so neither idling nor waiting for an adapter earns
-credit (as in start-time fair queueing, Goyal et al., SIGCOMM 1996).
+The method is virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each tenant
+has a counter of the tokens that it was charged, and so has each adapter of a tenant. An admission is charged all tokens
+that have to be computed then. An output token is charged when it is computed. The smallest counter goes next.
 
-The bound: while two tenants both have a request waiting that could be admitted, what they are charged differs by at
-most 2 * (P + R * O) tokens, where P is the most that one admission computes, R is `max_running` and O the most output
-tokens of one request. The same holds between two adapters of one tenant.
+The clock is the counter of the tenant or adapter admitted last. A counter is raised to the clock before it is charged.
+So neither idling nor waiting for an adapter earns credit (as in start-time fair queueing, Goyal et al., SIGCOMM 1996).
+
+The bound: while two tenants both have a waiting request that could be admitted, their charges differ by at most 2 * (P
++ R * O) tokens. P is the most that one admission computes, R is `max_running`, O is the most output tokens of one
+request. The same holds between two adapters of one tenant.
 """
 
 from collections import deque
@@ -27,8 +28,8 @@ out."""
 class _Shares:
     """Counters by tenant, or by adapter.
 
-    A counter outlives its requests until the clock has passed it: else whoever sends one request after the other would
-    start from the clock each time, always before those who wait.
+    A counter outlives its requests until the clock has passed it. Otherwise a tenant that sends one request after
+    another would start from the clock each time, always before those who wait.
     """
 
     clock: int = 0
@@ -109,7 +110,7 @@ class FairQueue:
                 yield tenant.waiting[digest][0]
 
     def admit(self, sequence: TokenSequence, tokens: int) -> None:
-        """A waiting sequence stops waiting and is charged what has to be computed for it now."""
+        """A waiting sequence stops waiting. It is charged what has to be computed for it now."""
         self.remove(sequence)
         name = sequence.request.tenant
         self._shares.admit(name)
@@ -117,7 +118,7 @@ class FairQueue:
         self.charge(sequence, tokens)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """A waiting sequence stops waiting, wherever it stands; it stays live."""
+        """A waiting sequence stops waiting, at any place in the queue; it stays live."""
         name = sequence.request.tenant
         tenant = self._tenants[name]
         queue = tenant.waiting[sequence.adapter_digest]

@@ -1,4 +1,4 @@
-"""Places shared between tenants: in the waiting queue when it is full, and among the running when all are taken."""
+"""Places shared between tenants: in a full waiting queue, and among the running requests when all places are taken."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ T = TypeVar("T")
 
 
 def whom_to_displace(holders: Sequence[tuple[str, T]], tenant: str) -> T | None:
-    """Whose place a tenant without one may have: that of the last who came of the tenant with the most places, as long
-    as that tenant has more even then. So places even out and never change hands in turn. None: nobody's.
+    """The holder whose place a request of `tenant` may take: the newest holder of the tenant with the most places. None
+    if that tenant would then have fewer places than the other. So places even out and are never exchanged in turn.
 
     `holders`: the tenants of all places and what holds each, oldest first.
     """

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes beside decoding, so that those who decode hardly notice."""
+"""How many prompt tokens a step computes beside decoding, to bound the latency between tokens."""
 
 from collections import deque
 from statistics import median
@@ -13,8 +13,8 @@ _MULTIPLE = 16
 
 
 class PrefillPace:
-    """Measures decoding and prefill, and says how many prompt tokens take at most `ratio` times as long as decoding
-    does. Never more than `limit`, and never fewer than 32 unless that is the limit.
+    """Measures decoding and prefill, and returns how many prompt tokens take at most `ratio` times as long as decoding.
+    The result is at most `limit`, and at least 32 unless the limit is lower.
     """
 
     def __init__(self, limit: int, ratio: float) -> None:
@@ -28,13 +28,15 @@ class PrefillPace:
         self._decode_s.append(seconds)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """One step's prefill of so many tokens took this long. A few tokens say nothing of many."""
+        """One step's prefill of so many tokens took this long. Small prefills are ignored: they say nothing about large
+        ones.
+        """
         if tokens >= _SMALLEST:
             self._s_per_token.append(seconds / tokens)
 
     @property
     def tokens(self) -> int:
-        """The budget of the next step that decodes; the limit while too little is known."""
+        """The budget of the next step that decodes. It is the limit until enough has been measured."""
         if not self._decode_s or not self._s_per_token:
             return self._limit
         fitting = int(self._ratio * median(self._decode_s) / max(median(self._s_per_token), 1e-9))

@@ -1,11 +1,12 @@
-"""What the next step computes: which sequences decode, which prompts are prefilled, who is admitted, who is preempted.
+"""Plans the next step: which sequences decode, which prompts are prefilled, which are admitted or preempted.
 
-Continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi-Serve", OSDI 2024):
-every running sequence decodes in every step, and prompt tokens are computed beside it within a token budget, so that a
-long prompt never stalls the others. Preemption is by recompute, as in vLLM: the youngest sequence gives its blocks back
-and is computed anew later; the oldest always progresses, so there is no deadlock as long as the pool holds one
-sequence of full length, which the engine checks when it starts. Where all places among the running are taken, a tenant
-that waits gets one of those of a tenant that has more.
+This is continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi-Serve", OSDI
+2024). Every running sequence decodes in every step. Prompt tokens are computed beside it within a token budget, so a
+long prompt never stalls the others.
+
+Preemption is by recompute, as in vLLM: the youngest sequence gives its blocks back and is computed anew later. The
+oldest always progresses. There is no deadlock as long as the pool holds one sequence of full length, which the engine
+checks when it starts. When all running places are taken, a waiting tenant gets a place of a tenant that has more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,7 @@ class Chunk:
         return self.end == len(self.sequence.token_ids)
 
     def block_table(self, block_size: int) -> list[int]:
-        """The blocks up to the end of this chunk: in those for tokens that are still to come lies somebody else's."""
+        """The blocks up to the end of this chunk. Blocks for later tokens still have another sequence's content."""
         return self.sequence.blocks[: -(-self.end // block_size)]
 
 
@@ -69,7 +70,7 @@ class _Budget:
 
 @dataclass(slots=True)
 class StepPlan:
-    """`decode` rows have one token each, `prefill` chunks more (or one, when the budget leaves no more)."""
+    """`decode` chunks have one token each. `prefill` chunks have more, or one when the budget is nearly used up."""
 
     decode: list[Chunk] = field(default_factory=list)
     prefill: list[Chunk] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Scheduler:
         prefix_cache: bool,
         whole_images: bool = False,
     ) -> None:
-        """`whole_images`: all tokens of an image are computed in one step, however many a step should have."""
+        """`whole_images`: all tokens of an image are computed in one step, even beyond the step's budget."""
         self._pool = pool
         self._whole_images = whole_images
         self._slots = slots
@@ -135,9 +136,11 @@ class Scheduler:
         return plan
 
     def plan_ahead(self, drawn: Sequence[Chunk]) -> list[tuple[int, Chunk]]:
-        """What surely follows decode chunks whose tokens are not known yet: the place of each in `drawn` that is not at
-        its length, and its next chunk. Nothing if the next step may have more to do than to decode those: somebody to
-        admit, also in place of one that ends, a prompt to go on with, blocks to take from others.
+        """What certainly follows decode chunks whose tokens are not known yet. Returns the index in `drawn` of each
+        chunk that is not at its length, and its next chunk.
+
+        Returns nothing if the next step may do more than decode those: admit a request, also in place of one that ends,
+        continue a prompt, or take blocks from others.
         """
         running = [(place, chunk) for place, chunk in enumerate(drawn) if chunk.sequence.blocks]
         if len(running) < len(self.running) or self._may_admit() or self._crowding() is not None:
@@ -155,7 +158,7 @@ class Scheduler:
         return ahead
 
     def _crowding(self) -> TokenSequence | None:
-        """Who is to give up its place among the running: all are taken, and another tenant waits for its share."""
+        """The sequence that must give up its running place: all are taken, and another tenant waits for its share."""
         if len(self.running) < self._max_running or not len(self.queue):
             return None
         # Who lacks an adapter slot would not get the place, and whoever gave it up would take it again.
@@ -165,7 +168,7 @@ class Scheduler:
         return whom_to_displace([(s.request.tenant, s) for s in self.running], head.request.tenant)
 
     def _may_admit(self) -> bool:
-        """Whether `_admit_next` would come to somebody whom it has not tried since anything became free."""
+        """Whether `_admit_next` would reach a request that it has not tried since anything became free."""
         if len(self.running) >= self._max_running:
             return False
         blocked: list[TokenSequence] = []
@@ -178,8 +181,8 @@ class Scheduler:
         return False
 
     def _add(self, chunks: list[Chunk], sequence: TokenSequence, budget: _Budget) -> None:
-        """Plan as many pending tokens as the budget has; of a prompt that needs more than a step anyway half as many,
-        so that those behind it get their first token before it has got its own.
+        """Plan as many pending tokens as the budget has. A prompt that needs more than one step anyway gets half as
+        many, so that shorter prompts behind it get their first token earlier.
         """
         length = min(budget.tokens, sequence.num_pending)
         if sequence.num_pending > self._max_step_tokens:
@@ -194,8 +197,8 @@ class Scheduler:
             chunks.append(Chunk(sequence, sequence.num_computed, length))
 
     def _image_bound(self, sequence: TokenSequence, end: int) -> int:
-        """Where a chunk that would end here ends instead, so that no image is cut: before the image or, if the chunk
-        would be empty then, behind it.
+        """Where a chunk that would end here ends instead, so that no image is cut. That is before the image, or behind
+        it if the chunk would otherwise be empty.
         """
         if not self._whole_images:
             return end
@@ -218,7 +221,7 @@ class Scheduler:
         return True
 
     def _extend(self, sequence: TokenSequence, position: int) -> bool:
-        """Whether there is room for the next token, at this position: a block for it is taken if one is free."""
+        """Whether there is room for the token at this position. Takes a free block for it if needed."""
         if position < len(sequence.blocks) * self._pool.block_size:
             return True
         block = self._pool.allocate(1)
@@ -232,7 +235,7 @@ class Scheduler:
         self.queue.put_back(sequence)
 
     def _admit_next(self) -> TokenSequence | None:
-        """Admit the request whose turn it is, or the next one if that one's adapter is not there yet."""
+        """Admit the next request in turn, or a later one if its adapter is not there yet."""
         if len(self.running) >= self._max_running:
             return None
         self._forget_tried()
@@ -294,7 +297,7 @@ class Scheduler:
         return True
 
     def commit(self, chunk: Chunk) -> None:
-        """The chunk was computed: its tokens count."""
+        """The chunk was computed: count its tokens."""
         sequence = chunk.sequence
         sequence.num_computed = chunk.end
         if chunk.end > sequence.num_charged:
@@ -302,8 +305,8 @@ class Scheduler:
             sequence.num_charged = chunk.end
 
     def share(self, sequence: TokenSequence) -> None:
-        """The logits after all of its computed tokens were finite, so its full blocks can be shared. Not earlier: a
-        value that is not finite spreads to other tokens of its chunk, and whoever reads such a block fails too.
+        """Publish the sequence's full blocks, once the logits after all computed tokens were finite. A value that is
+        not finite spreads to other tokens of its chunk, and every reader of such a block would fail too.
         """
         full = sequence.num_computed // self._pool.block_size
         if self._prefix_cache and full > sequence.num_shared:
@@ -313,7 +316,7 @@ class Scheduler:
             sequence.num_shared = full
 
     def finish(self, sequence: TokenSequence) -> None:
-        """The request has ended, however: free everything it holds."""
+        """The request has ended, in any way: free everything it holds."""
         if sequence.blocks:
             self._let_go(sequence)
         else:
@@ -332,7 +335,7 @@ class Scheduler:
             sequence.slot = NO_SLOT
 
     def _use_up(self, chunks: list[Chunk], budget: _Budget) -> None:
-        """Give what nobody took to the prompts that go on, oldest first."""
+        """Give the rest of the budget to the prompts that continue, oldest first."""
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             more = min(budget.tokens, len(sequence.token_ids) - chunk.end)

@@ -17,12 +17,15 @@ class TokenSequence:
     """Prompt and output tokens of one request, and how far they are computed.
 
     `token_ids` holds the prompt and then every sampled token. K and V of the first `num_computed` of them lie in
-    `blocks`, the first `num_shared` of which are in the prefix cache. `prefix_hashes` is the hash chain of the full
-    blocks, as far as it was needed. After a preemption `num_computed` is 0 again and the sampled tokens are computed
-    anew like a prompt. `num_charged`: how many of the tokens its tenant was charged for. `bypassed`: how many others
-    were admitted while it waited for an adapter slot. `states`: what layers that carry a state keep of it, by layer and
-    position; `attention.recurrent`'s. `rope`: the prompt's rotary positions, where its images have several axes; the
-    vision front end's. `num_kept`: among how many tokens truncation left its last draw, 0 for none: the sampler's.
+    `blocks`, the first `num_shared` of which are in the prefix cache. After a preemption `num_computed` is 0 again, and
+    the sampled tokens are computed anew like a prompt.
+
+    - `prefix_hashes`: the hash chain of the full blocks, as far as it was needed.
+    - `num_charged`: how many of the tokens its tenant was charged for.
+    - `bypassed`: how many others were admitted while it waited for an adapter slot.
+    - `states`: used by `attention.recurrent`; states of layers, by layer and position.
+    - `rope`: used by the vision front end; the prompt's rotary positions, if its images have several axes.
+    - `num_kept`: used by the sampler; how many tokens truncation kept in its last draw, 0 for none.
     """
 
     request: GenerateRequest
@@ -69,7 +72,7 @@ class TokenSequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the logits after every prompt token are still wanted, which a cached prefix does not give."""
+        """Whether the logits after every prompt token are still wanted. A cached prefix does not give them."""
         return self.request.sampling.prompt_logprobs is not None and not self.num_output
 
     def extend_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
@@ -82,7 +85,7 @@ class TokenSequence:
         return self.prefix_hashes[:num_blocks]
 
     def _image_salt(self, start: int, end: int) -> str:
-        """What tells the images apart that have tokens in these places: the tokens themselves are all the same."""
+        """Distinguishes the images with tokens in these places, since all image tokens have the same id."""
         inside = [image for image in self.request.images if image.start < end and start < image.start + image.length]
         return "".join(f"{image.start - start}:{image.digest};" for image in inside)
 
@@ -94,13 +97,13 @@ class TokenSequence:
             self._seen_tokens[token_id] = None
 
     def counted_outputs(self) -> Mapping[int, int]:
-        """How often each token was sampled; counted once, then kept up."""
+        """How often each token was sampled. Counted in full once, then updated."""
         if self._output_counts is None:
             self._output_counts = dict(Counter(self.token_ids[self.num_prompt :]))
         return self._output_counts
 
     def seen_tokens(self) -> Collection[int]:
-        """Each token of the prompt and of the output once; collected once, then kept up."""
+        """The distinct tokens of prompt and output. Collected once, then updated."""
         if self._seen_tokens is None:
             self._seen_tokens = dict.fromkeys(self.token_ids)
         return self._seen_tokens

@@ -1,9 +1,11 @@
 """Draws the next token of every row, and reports log-probabilities.
 
 A draw depends on the request alone: one uniform number per (seed, output index) from a hash, then the inverse of the
-cumulative distribution. So a seeded request gives the same tokens alone and in company, after a preemption and after a
-restart. Truncation (top-k, then top-p on what is left, then min-p, in the order of transformers' warpers) looks at the
-most likely candidates only and widens the search for the rows that need it, so no row pays for a sort of the whole
+cumulative distribution. So a seeded request gives the same tokens alone and in a batch, after a preemption and after a
+restart.
+
+Truncation is top-k, then top-p on the rest, then min-p, in the order of transformers' warpers. It looks at the most
+likely candidates only, and widens the search for the rows that need it. So no row pays for a sort of the whole
 vocabulary.
 """
 
@@ -42,7 +44,7 @@ def uniform(seed: int, index: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`token_id` None: the row's logits were not finite. `logprob` None: not asked for."""
+    """`token_id` None: the row's logits were not finite. `logprob` None: not requested."""
 
     token_id: int | None
     logprob: TokenLogprob | None = None
@@ -54,15 +56,17 @@ def sample(logits: torch.Tensor, sequences: Sequence[TokenSequence], *, candidat
 
 
 class Draws:
-    """One token per row of `logits` [rows, vocab], any float dtype, in the making. Only `collect` waits for the device;
-    until then nobody may write to logits that are float32.
+    """One token per row of `logits` [rows, vocab], any float dtype, being drawn. Only `collect` waits for the device.
+    Until then nothing may write to logits that are float32.
 
-    `token_ids` [rows] int64, on the device: what the next forward can begin with. Any token where the logits are not
-    finite. `revised`: rows for which `collect` found another token, since their truncation keeps more than was looked
-    at; they are few, for the next draw of their sequence looks at more.
+    `token_ids` [rows] int64, on the device: the next forward can start from them. Where the logits are not finite, the
+    token is arbitrary.
+
+    `revised`: rows for which `collect` found another token, since their truncation keeps more than was looked at. They
+    are few, because the next draw of their sequence looks at more.
 
     `candidates`: how many of the most likely tokens truncation looks at first, unless the request's last draw kept
-    more; None takes what suits the device.
+    more. None takes what suits the device.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Draws:
         return drawn
 
     def _width(self, row: int) -> int:
-        """How many tokens truncation is to look at; 0 without truncation."""
+        """How many tokens truncation looks at; 0 without truncation."""
         p = self._params[row]
         if p.top_k == 0 and p.top_p >= 1 and p.min_p <= 0:
             return 0
@@ -236,8 +240,8 @@ class _Entries:
 def _draw_truncated(
     weights: torch.Tensor, params: list[SamplingParams], numbers: list[float], width: int
 ) -> tuple[torch.Tensor, ...]:
-    """Draw among the `width` most likely tokens of each row: as of `Draws._draw`. A row that is sure gives the same at
-    any width, on any device.
+    """Draw among the `width` most likely tokens of each row; see `Draws._draw`. A row that is certain gives the same
+    token at any width, on any device.
     """
     vocab = weights.shape[-1]
     top, ids = weights.topk(width, dim=-1)  # sorted, most likely first
@@ -264,8 +268,8 @@ def _draw_truncated(
 
 
 def _lowest_first(top: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.Tensor:
-    """`ids` in the order of `top`, and where that is equal, as among logits in bfloat16 it is for many, ascending.
-    `topk` has those in an order that depends on how many are asked for, and on the device.
+    """`ids` in the order of `top`; ties, which are common among bfloat16 logits, in ascending order. The order of ties
+    in `topk` depends on k and on the device.
     """
     # Of numbers that are not negative the bits are in the order of the values.
     keys = (top.contiguous().view(torch.int32).long() << 32) | (vocab - 1 - ids)
@@ -273,8 +277,8 @@ def _lowest_first(top: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.Ten
 
 
 def _invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The first index of each row whose cumulative weight exceeds number * total: the inverse CDF, in float64. First
-    by blocks, whose sums are much less work than that of every token, then within the block.
+    """The first index of each row whose cumulative weight exceeds number * total: the inverse CDF, in float64. It
+    searches the sums of blocks first, which are far fewer than the tokens, then within the block.
     """
     filler = -weights.shape[1] % _BLOCK
     blocks = (F.pad(weights, (0, filler)) if filler else weights).reshape(weights.shape[0], -1, _BLOCK)
@@ -288,8 +292,8 @@ def _invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _first_beyond(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """[rows, 1]: the first place that exceeds the target. Rounding can put the target at the very end: then the last
-    place that adds anything is meant.
+    """[rows, 1]: the first place that exceeds the target. Rounding can put the target at the very end. Then the result
+    is the last place that adds anything.
     """
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     found = torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
@@ -297,8 +301,8 @@ def _first_beyond(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 def _score(scaled: torch.Tensor, targets: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities of `targets` [rows], then those of the `count` likeliest tokens [rows, count] and their ids, if
-    there are to be any.
+    """Log-probabilities of `targets` [rows]. Then, if requested, those of the `count` most likely tokens [rows, count]
+    and their ids.
     """
     logprobs = torch.log_softmax(scaled, dim=-1)
     own = logprobs.gather(1, targets[:, None])[:, 0]

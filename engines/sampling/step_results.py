@@ -1,4 +1,4 @@
-"""What the logits of a forward say of its chunks: the next tokens, and the scores of prompt tokens."""
+"""From the logits of a forward to the results of its chunks: the next tokens, and the scores of prompt tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ class StepResult:
 
 
 class Outcomes:
-    """Those of one forward, in the making: only `collect` waits for the device, once. Adds nothing to a sequence, so
-    whatever it raises, the chunks can be run again.
+    """The results of one forward, being computed. Only `collect` waits for the device, once. Changes no sequence, so
+    the chunks can be run again after any exception.
 
-    `drawn`: the chunks after which a token is drawn, in the order of the draws. `revised`: sequences whose tokens are
-    not those that `carried` has, once `collect` has found out.
+    `drawn`: the chunks after which a token is drawn, in the order of the draws. `revised`: sequences whose tokens
+    differ from those in `carried`, known once `collect` has run.
     """
 
     def __init__(self, rows: Rows, logits: torch.Tensor, sampler: Sampler = Draws) -> None:
-        """`logits` [wanted rows, vocab], which nobody writes to before `collect`."""
+        """Nothing may write to `logits` [wanted rows, vocab] before `collect`."""
         self._rows = rows
         self._logits = logits
         sampled = [(chunk, last) for chunk, _, last in rows if chunk.completes and _samples(chunk)]

@@ -16,12 +16,13 @@ PROBE_TOKENS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """`token_ids`, `positions`, `kv_slots` (block * block_size + offset) [T] int64; decode rows come first, rows that
-    only fill the batch up come last.
+    """`token_ids`, `positions`, `kv_slots` (block * block_size + offset) [T] int64. Decode rows come first, padding
+    rows last.
 
-    `fresh_blocks`: blocks that get their first token now and are not full afterwards; what else lies in them is left
-    from another sequence. `logit_rows` [R] int64: the rows whose logits are wanted. `slots` [T] int32: adapter slot of
-    each row, -1 for none; None when no row has one.
+    - `fresh_blocks`: blocks that get their first token now and are not full afterwards. The rest of their content is
+      from another sequence.
+    - `logit_rows` [R] int64: the rows whose logits are wanted.
+    - `slots` [T] int32: adapter slot of each row, -1 for none. None when no row has one.
     """
 
     chunks: tuple[Chunk, ...]
@@ -35,7 +36,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """First tokens of chunks that the device alone knows yet: of chunk i the one at `rows[i]` of `token_ids` int64."""
+    """First tokens of chunks that only the device knows yet: for chunk i the one at `rows[i]` of `token_ids` int64."""
 
     token_ids: torch.Tensor
     rows: tuple[int, ...]
@@ -43,8 +44,8 @@ class Carried:
 
 def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device, *, row_multiple: int = 1) -> StepBatch:
     """Lay the chunks out, one-token ones first. Logits are wanted after every chunk that completes its sequence, and
-    for all rows of a sequence whose prompt log-probabilities are asked for. The rows are filled up to a multiple of
-    `row_multiple` with rows that write to the trash block.
+    for all rows of a sequence with prompt log-probabilities. Padding rows, which write to the trash block, fill the
+    batch up to a multiple of `row_multiple`.
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.length != 1)
     token_ids: list[int] = []
@@ -80,7 +81,7 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device, 
 
 
 def block_tables(chunks: Sequence[Chunk], block_size: int) -> list[list[int]]:
-    """Those of the chunks, filled up to the longest with the trash block."""
+    """The block tables of the chunks, padded to the longest with the trash block."""
     tables = [chunk.block_table(block_size) for chunk in chunks]
     width = max(map(len, tables))
     return [table + [TRASH_BLOCK] * (width - len(table)) for table in tables]

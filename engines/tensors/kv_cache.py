@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Of one attention layer: KV heads, head size of K and of V (they differ in MLA), dtype of the cached values."""
+    """Shape of one attention layer: KV heads, head size of K and of V (they differ in MLA), dtype of the cached values."""
 
     num_heads: int
     k_dim: int
@@ -49,8 +49,8 @@ class KVCache:
     ) -> None:
         """Put k [T, heads, k_dim] and v [T, heads, v_dim] into `slots` [T] (block * block_size + offset).
 
-        `fresh_blocks` are zeroed first: a backend that reads whole blocks would else read what the last owner left,
-        and though a masked score takes no part, NaN times 0 is NaN.
+        `fresh_blocks` are zeroed first, for backends that read whole blocks, where the last owner's content remains. A
+        masked score has no weight, but NaN times 0 is NaN.
         """
         for values, new in ((self.k[layer], k), (self.v[layer], v)):
             if fresh_blocks is not None:
@@ -61,7 +61,7 @@ class KVCache:
 def blocks_for(
     shapes: Mapping[int, LayerShape], block_size: int, *, budget_bytes: int, context_length: int, max_running: int
 ) -> int:
-    """How many blocks to allocate within the budget: never more than all running sequences at full length need.
+    """How many blocks to allocate within the budget. Never more than all running sequences at full length need.
 
     Raises `ModelRefused` when not even one sequence of full length fits.
     """
@@ -87,7 +87,9 @@ def blocks_for(
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """Bytes that could be allocated on the device now; on the CPU within the control group's limit, if there is one."""
+    """Bytes that could be allocated on the device now. On a CPU this respects the control group's limit, if there is
+    one.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     available = _field(root / "proc/meminfo", "MemAvailable:") * 1024

@@ -1,4 +1,4 @@
-"""Numbers on their way between the host and the device, for which neither waits."""
+"""Copies between host and device that neither waits for."""
 
 from typing import Any
 
@@ -6,23 +6,23 @@ import torch
 
 
 def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """On the device, without waiting for what it has still to do, as `torch.tensor(…, device=…)` would."""
+    """Copies asynchronously; does not wait for queued device work, as `torch.tensor(…, device=…)` would."""
     # From pinned memory: of other memory more than 64 KB may have to wait.
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def rows_of(matrix: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """These rows, which are given in ascending order, each once."""
+    """These rows. The indices are ascending and distinct."""
     return matrix if len(rows) == matrix.shape[0] else matrix.index_select(0, to_device(rows, matrix.device))
 
 
 def with_rows(vector: torch.Tensor, rows: list[int], values: torch.Tensor) -> torch.Tensor:
-    """With these values at these places, which are given in ascending order, each once."""
+    """A tensor with these values at these rows. The indices are ascending and distinct."""
     return values if len(rows) == vector.shape[0] else vector.index_copy(0, to_device(rows, vector.device), values)
 
 
 class Arriving:
-    """Tensors on their way to the host."""
+    """Tensors that are being copied to the host."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -35,7 +35,7 @@ class Arriving:
             self._event.record()
 
     def get(self) -> tuple[torch.Tensor, ...]:
-        """Waits until they are there."""
+        """Waits until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

@@ -1,4 +1,4 @@
-"""What the vision tower made of an image, kept for the next request with the same image."""
+"""The vision tower's features of an image, kept for later requests with the same image."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """`rows` [n] int64: which of the image's tokens are features of the tower, the others are ordinary tokens. `embeds`
-    [n, hidden]: what the language model gets in place of their embeddings. `deepstack`: for its first layers each, what
-    is added to their outputs, [n, hidden].
+    """`rows` [n] int64: which of the image's tokens are features of the tower; the others are ordinary tokens. `embeds`
+    [n, hidden]: these replace their embeddings in the language model. `deepstack`: one [n, hidden] for each of its
+    first layers, added to the layer's output.
     """
 
     rows: torch.Tensor
@@ -24,7 +24,7 @@ class ImageFeatures:
 
 
 class FeatureCache:
-    """Features by the image's digest, least recently used dropped first. Holds at least the last one."""
+    """Features by the image's digest, least recently used dropped first. The last one is always kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

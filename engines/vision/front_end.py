@@ -1,5 +1,5 @@
-"""One front end for all vision models of transformers: what a model would hand to its language model is recorded once
-per image and put into the rows of a step.
+"""One front end for all vision models of transformers. It records what a model hands to its language model, once per
+image, and puts that into the rows of a step.
 
 An image is encoded by the model's own forward on the image's tokens alone, with a hook where its language model begins.
 So merging features, scaling embeddings and deepstack are the model's own code, whatever the family. The rows then go
@@ -25,18 +25,20 @@ _LANGUAGE_MODELS = ("language_model", "text_model")
 
 
 def language_model_of(model: Any) -> Any | None:
-    """The language model inside a vision model; None in a model of text alone."""
+    """The language model inside a vision model; None in a text model."""
     inner = getattr(model, "model", None)
     return next((found for name in _LANGUAGE_MODELS if (found := getattr(inner, name, None)) is not None), None)
 
 
 class VisionFrontEnd:
-    """Owns the hook in front of the language model. One thread at a time. `whole_images`: the tokens of an image see
-    each other in both directions (Gemma 3), which its model is told by the types of the tokens.
+    """Owns the hook in front of the language model. Used by one thread at a time.
+
+    `whole_images`: the tokens of an image attend to each other in both directions (Gemma 3). The token types tell the
+    model which tokens these are.
     """
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype, *, cache_bytes: int) -> None:
-        """Raises `ModelRefused` for a vision model that does not name the token of an image."""
+        """Raises `ModelRefused` for a vision model without an image token id."""
         language_model = language_model_of(model)
         assert language_model is not None
         self._inner = model.model
@@ -52,8 +54,8 @@ class VisionFrontEnd:
         language_model.register_forward_pre_hook(self._before_language_model, with_kwargs=True)
 
     def prepare(self, batch: StepBatch) -> None:
-        """Encode the images whose rows are in the batch, if they are not encoded yet, and have the next forward use
-        them. Raises whatever the tower raises.
+        """Encode the images whose rows are in the batch, unless they are cached, for use by the next forward. Raises
+        whatever the tower raises.
         """
         self._step = None
         if not any(chunk.sequence.request.images for chunk in batch.chunks):
@@ -99,7 +101,7 @@ class VisionFrontEnd:
         raise AssertionError("the model ended without its language model")
 
     def _forget_positions(self) -> None:
-        """What some models keep of their last prompt, on the module."""
+        """Some models keep the positions of their last prompt on the module; remove them."""
         if hasattr(self._inner, "rope_deltas"):
             self._inner.rope_deltas = None
 
@@ -114,7 +116,7 @@ class VisionFrontEnd:
         return found.to(self._dtype) if found.is_floating_point() else found
 
     def _positions(self, batch: StepBatch) -> dict[str, Any]:
-        """[axes, 1, T] where the model gives the tokens of an image positions of several axes; else nothing."""
+        """[axes, 1, T] if the model gives image tokens positions of several axes; otherwise nothing."""
         if not self._has_rope_index:
             return {}
         columns = [self._chunk_positions(chunk) for chunk in batch.chunks]
@@ -137,7 +139,7 @@ class VisionFrontEnd:
         return torch.cat([inside, after.expand(prompt.shape[0], -1)], dim=1)
 
     def _prompt_positions(self, sequence: TokenSequence) -> tuple[torch.Tensor, int]:
-        """Positions [axes, prompt] as the model gives them, and what is added to the place of each later token."""
+        """Positions [axes, prompt] from the model, and the offset for each later token."""
         ids = to_device([sequence.token_ids[: sequence.num_prompt]], self._device)
         asked = inspect.signature(self._inner.get_rope_index).parameters.keys()
         images = sequence.request.images
@@ -180,7 +182,7 @@ class VisionFrontEnd:
 
 
 class _Recorded(Exception):
-    """Leaves a forward where the language model would begin, with what it was given."""
+    """Leaves a forward where the language model would begin, and carries its inputs."""
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class _Recorded(Exception):
 
 
 def _overlaps(batch: StepBatch) -> Iterator[tuple[int, Chunk, PromptImage]]:
-    """(first row, chunk, image) for each image some of whose tokens are in the batch."""
+    """(first row, chunk, image) for each image with tokens in the batch."""
     row = 0
     for chunk in batch.chunks:
         for image in chunk.sequence.request.images:

@@ -34,9 +34,9 @@ class GenericRenderer:
 
 
 class PlainParser:
-    """A reply without structure. It cannot be malformed, and an end token in the middle is text like any marker.
+    """A reply without structure. It cannot be malformed. An end token in the middle is text, like any marker.
 
-    `framing` is what the format puts before a reply, dropped if it is there; its beginning is held back until that is
+    `framing` is what the format puts before a reply. It is dropped if present; its beginning is held back until that is
     certain.
     """
 
@@ -80,7 +80,7 @@ class PlainParser:
 
 
 def refuse_effort(effort: Effort | None) -> None:
-    """For models that do not reason at will. Raises `RenderError`."""
+    """For models without a switch for reasoning. Raises `RenderError`."""
     if effort is not None:
         raise RenderError(
             f"reasoning_effort must be left out: this model does not reason, got {effort!r}.", "reasoning_effort"

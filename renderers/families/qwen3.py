@@ -1,7 +1,8 @@
-"""Qwen3 and its kin: ChatML, `<think>` blocks, tool calls as JSON in `<tool_call>` (Qwen3, Qwen3-VL, the 2507 models).
+"""Qwen3 and related models: ChatML, `<think>` blocks, tool calls as JSON in `<tool_call>` (Qwen3, Qwen3-VL, the 2507
+models).
 
-What a model can do is read off its template: one that closes the think block when thinking is switched off is a hybrid;
-one that opens the block always reasons; any other never does.
+The template tells what a model can do. If it closes the think block when thinking is switched off, the model is a
+hybrid. If it opens the block, the model always reasons. Otherwise it never does.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ _HEADER = "<|im_start|>assistant\n"
 
 
 class Qwen3Renderer:
-    """The tags are markers of the vocabulary. One without the think tags (Qwen2.5) is served too: it never reasons."""
+    """The tags are markers of the vocabulary. A model without the think tags (Qwen2.5) is served too: it never reasons."""
 
     name = "qwen3"
     supports_tools = True
@@ -117,5 +118,5 @@ def recognises(template: ChatTemplate) -> bool:
 
 
 def _after_header(text: str) -> str:
-    """What the prompt has put into the assistant's mouth."""
+    """The text with which the prompt already starts the assistant's reply."""
     return text[text.rindex(_HEADER) + len(_HEADER) :] if _HEADER in text else ""

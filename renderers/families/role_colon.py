@@ -14,7 +14,7 @@ _NAMES = {Role.SYSTEM: "System", Role.USER: "User", Role.ASSISTANT: "Assistant"}
 
 
 class RoleColonRenderer:
-    """No tools, no reasoning. A reply ends at the model's end token or where the next turn of the user would begin."""
+    """No tools, no reasoning. A reply ends at the model's end token or where the user's next turn would begin."""
 
     name = "role_colon"
     supports_tools = False

@@ -1,8 +1,10 @@
 """Token ids back to text, one step at a time, never splitting a character.
 
-What comes out, joined, is what the tokenizer decodes from all the ids at once, except that a reply keeps the space its
-first token begins with: it continues a prompt. The prompt itself never leaks: a character that the prompt's last token
-begins and the reply ends belongs to neither, its bytes in the reply decode by themselves (to U+FFFD).
+The joined output equals what the tokenizer decodes from all the ids at once, with one exception. A reply keeps the
+space that its first token begins with, because it continues a prompt.
+
+The prompt itself never leaks. A character that the prompt's last token begins and the reply ends belongs to neither.
+Its bytes in the reply decode by themselves (to U+FFFD).
 """
 
 import json
@@ -22,7 +24,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class DecoderUnknown(ValueError):
-    """The tokenizer decodes in a way that this module does not know how to do step by step."""
+    """The tokenizer's decoder is of a kind that this module cannot run step by step."""
 
 
 class Detokenizer(Protocol):
@@ -36,7 +38,7 @@ class Detokenizer(Protocol):
 
 
 class TokenTable(Protocol):
-    """What each token of a vocabulary stands for. Build once per tokenizer; it fills as tokens are met."""
+    """What each token of a vocabulary stands for. Build once per tokenizer; entries are added as tokens occur."""
 
     @property
     def added(self) -> AddedTokens: ...
@@ -68,7 +70,7 @@ def visible_text(pieces: Iterable[Piece], special_ids: frozenset[int]) -> list[P
 
 
 class _Entries(dict[int, Any]):
-    """What is known of each id, found out when it is first met."""
+    """What is known of each id, determined when it first occurs."""
 
     def __init__(self, find_out: Callable[[int], object]) -> None:
         super().__init__()
@@ -158,8 +160,8 @@ class _ByteLevelDetokenizer:
 
 @dataclass(frozen=True, slots=True)
 class _PieceDecoding:
-    """How pieces become text: per token the replacements, `<0xE2>` as a byte; then, at the start of a text only,
-    all of `drop_first` from the first token and up to `strip_count` times `strip_char` from the whole.
+    """How pieces become text. Per token: the replacements, `<0xE2>` as a byte. At the start of a text only: all of
+    `drop_first` is removed from the first token, and up to `strip_count` times `strip_char` from the whole.
     """
 
     replacements: tuple[tuple[str, str], ...] = ()

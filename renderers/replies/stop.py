@@ -1,7 +1,7 @@
-"""Stop strings, found in the decoded text across any borders of tokens and chunks.
+"""Stop strings, found in the decoded text across the borders of tokens and chunks.
 
-An automaton (Aho-Corasick) follows all stop strings at once, in time linear in the text whatever they look like. Its
-state says how many of the last characters may yet become a stop string; exactly those are held back.
+An automaton (Aho-Corasick) follows all stop strings at once, in time linear in the text for any stop strings. Its state
+says how many of the last characters may yet become a stop string. Exactly those are held back.
 """
 
 import re
@@ -19,7 +19,7 @@ class StopMatcher:
     """Cuts a reply before the first stop string that becomes complete (the longest, if several do at one character).
 
     A marker's piece breaks a match and is never part of one. Raises `RenderError` (param `stop`) if a stop string is
-    empty or all together are longer than `MAX_STOP_CHARACTERS`.
+    empty, or if all together are longer than `MAX_STOP_CHARACTERS`.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:

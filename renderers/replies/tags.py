@@ -1,8 +1,8 @@
 """Replies made of tagged blocks, `<think>…</think>` and `<tool_call>…</tool_call>`: a strict, incremental parser.
 
-The tags are markers of the vocabulary, or, for models whose vocabulary has none, characters of the text. The newlines
+The tags are markers of the vocabulary, or characters of the text for models whose vocabulary has none. The newlines
 that the format puts around the blocks are not content: one after `<think>` and one before `</think>`, two after
-`</think>`, one before `<tool_call>`. A trailing newline is held back until what follows tells whether it is one of
+`</think>`, one before `<tool_call>`. A trailing newline is held back until the next text shows whether it is one of
 these.
 """
 
@@ -25,7 +25,7 @@ class Tag(Enum):
 
 
 class Start(Enum):
-    """Where a reply begins, given what the prompt has put into the assistant's mouth."""
+    """Where a reply begins, given the start of the reply that the prompt already holds."""
 
     TEXT = auto()
     REASONING = auto()
@@ -37,9 +37,9 @@ class Start(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TagGrammar:
-    """`by_id`: the tags that are markers. `by_text`: those that are spelled in ordinary text.
+    """`by_id`: the tags that are markers. `by_text`: the tags that are spelled in ordinary text.
 
-    `parse_call` makes a call of what is inside a call's tags, or None.
+    `parse_call` makes a call of the text inside a call's tags, or returns None.
     """
 
     by_id: Mapping[int, Tag]
@@ -181,7 +181,7 @@ class TagParser:
         self._state, self._newlines_to_skip = _State.TEXT, 0
 
     def _fail(self, spelling: str) -> None:
-        """From here on everything is text: the open call that was held back, `spelling`, and all that follows."""
+        """Treat everything from here on as text: the open call that was held back, `spelling`, and all that follows."""
         self.malformed = True
         if self._state is not _State.CALL:
             self._release()
@@ -190,7 +190,7 @@ class TagParser:
         self._call = []
 
     def _release(self) -> None:
-        """What was held back did not belong to the format."""
+        """The text that was held back is not part of the format: emit it."""
         held, self._held = self._held, ""
         self._emit(held)
 
@@ -203,7 +203,7 @@ class TagParser:
 
 @dataclass(slots=True)
 class _Deltas:
-    """Deltas in the making: neighbours of one kind are joined."""
+    """Deltas being built: neighbours of one kind are joined."""
 
     _done: list[Delta] = field(default_factory=list)
     _kind: type[TextDelta] | type[ReasoningDelta] = TextDelta

@@ -1,8 +1,8 @@
-"""What one rendering of a chat template may use: characters, nesting, time.
+"""Limits of one rendering of a chat template: characters, nesting, time.
 
-A value's weight is about its length when printed out in full. Shared parts count as often as they would be printed
-(`[x, x]` weighs twice `x`), because printing, comparing and hashing visit them that often: ten lines of a template
-make a list of 2**40 items out of two pointers a line. Containers cannot change in the sandbox, so each is weighed once.
+A value's weight is about its length when printed in full. Shared parts count as often as they would be printed (`[x,
+x]` weighs twice `x`), because printing, comparing and hashing visit them that often. Ten lines of a template can make a
+list of 2**40 items out of two pointers a line. Containers cannot change in the sandbox, so each is weighed once.
 """
 
 import gc
@@ -26,12 +26,12 @@ _Value = TypeVar("_Value")
 
 
 class TooMuch(TemplateError):
-    """The template went over a bound; the message names it."""
+    """The template exceeded a limit; the message names it."""
 
 
 class _Collections:
-    """Processor time that garbage collections took so far. One in a large process takes as long as a rendering may, and
-    whichever thread happens to make an object pays for it.
+    """Processor time that garbage collections took so far. One in a large process takes as long as a rendering may. The
+    thread that happens to trigger it pays for it.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ _COLLECTIONS = _Collections()
 
 
 class RenderBudget:
-    """The bounds of one rendering: of a value, of all values together, of the processor time of this thread, garbage
-    collections apart.
+    """The limits of one rendering: of a value, of all values together, and of this thread's processor time without
+    garbage collections.
 
     All are in proportion to the weight of what was `given` to the template.
     """
@@ -68,7 +68,7 @@ class RenderBudget:
         self._look_again_s = 0.0
 
     def step(self) -> None:
-        """One operation. Looks at the processor time, a slow system call, only when some time has passed at all."""
+        """One operation. Reads the processor time, a slow system call, only when some wall time has passed."""
         now_s = time.monotonic()
         if now_s > self._look_again_s:
             self._look_again_s = now_s + _LOOK_EVERY_S
@@ -81,7 +81,7 @@ class RenderBudget:
             raise TooMuch(f"it makes a value of {length} characters, more than {self._max_value}")
 
     def expect_items(self, items: object) -> None:
-        """Refuse to take a string apart into too many characters, each of which becomes an object."""
+        """Refuse to split a string into too many characters, each of which becomes an object."""
         if isinstance(items, str):
             self.expect(_ITEM_LEN * len(items))
 

@@ -1,9 +1,10 @@
 """A model's own chat template: a conversation to token ids.
 
-The result is what transformers' `apply_chat_template` gives, but no text of the conversation ever becomes a marker (see
-`provenance`, `encoder`), and a template cannot use up the machine (see `sandbox`). What a template expects where they
-differ (content as text or as parts, arguments as text or as an object, an assistant turn without text) is found out
-by rendering a small conversation in each of the ways when the template is loaded.
+The result is that of transformers' `apply_chat_template`, with two differences. No text of the conversation ever
+becomes a marker (see `provenance`, `encoder`). A template cannot exhaust the machine (see `sandbox`).
+
+Templates differ in what they expect: content as text or as parts, arguments as text or as an object, an assistant turn
+without text. When a template is loaded, small conversations are rendered in each of the ways to find out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ _MAX_MESSAGE_LEN = 1000
 
 
 class _OverBounds(RenderError):
-    """The template would have used up the machine: with a probe, it is refused at once."""
+    """The template exceeded a limit. If this happens with a probe, the template is refused at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a template takes what templates take differently."""
+    """How a template takes the inputs in which templates differ."""
 
     content_as_parts: bool = False
     arguments_as_text: bool = False
@@ -70,9 +71,9 @@ class _Form:
 class ChatTemplate:
     """One template bound to one tokenizer; thread-safe.
 
-    `max_tokens`: what the template writes is not tokenised when it is certainly longer; for one that is not the
-    model's own, and may write megabytes about a word. Raises `TemplateRefused` if the template does not compile, or
-    builds its markers in a way that cannot be told from a caller's text.
+    `max_tokens`: text that is certainly longer is not tokenised. It is for a template that is not the model's own,
+    which may write megabytes about a word. Raises `TemplateRefused` if the template does not compile, or builds its
+    markers in a way that cannot be distinguished from a caller's text.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str | Mapping[str, str], *, max_tokens: int | None = None) -> None:
@@ -140,8 +141,8 @@ class ChatTemplate:
         )
 
     def _best_form(self, conversation: Conversation, words: Sequence[str], forms: Sequence[_Form]) -> _Form:
-        """The first form in which the template shows all the words, none as Python would print it; else the first that
-        it does not refuse; else the first.
+        """The first form in which the template shows all the words, none as Python would print it. Otherwise the first
+        that it does not refuse, otherwise the first.
         """
         accepted = [(form, rendered.text) for form in forms if (rendered := self._probe(conversation, form))]
         for form, text in accepted:
@@ -150,7 +151,7 @@ class ChatTemplate:
         return accepted[0][0] if accepted else forms[0]
 
     def _find_out_about_images(self) -> bool:
-        """An image is written as at least one marker."""
+        """Whether the template takes images: it then writes an image as at least one marker."""
         image = self._probe(_USER_IMAGE, self._form)
         text = self._probe(PROBE_USER, self._form)
         return image is not None and text is not None and self._num_markers(image) > self._num_markers(text)
@@ -235,7 +236,7 @@ def _template_messages(messages: Sequence[Message], form: _Form) -> list[dict[st
 
 
 def _template_message(message: Message, form: _Form, path: str) -> dict[str, object]:
-    """As transformers hands messages over: without the keys whose value is None."""
+    """The message as transformers passes it: without the keys whose value is None."""
     fields: dict[str, object] = {"role": TracedText.trusted(message.role.value)}
     content = _content(message, form)
     if content is not None:

@@ -1,10 +1,11 @@
 """A rendered prompt to token ids: markers where the template wrote them, ordinary text everywhere else.
 
 The tokenizer used here is the model's own without its markers. Each marker that the template wrote is replaced by a
-stand-in, a string of random letters that nobody can guess, which this tokenizer knows as an added token; the ids of the
-stand-ins are then exchanged for the markers'. So the one way to a marker's id leads over a stand-in, and the whole
-prompt still goes through the model's own pipeline at once: what lies between two markers is normalised, split and
-merged as if the markers themselves stood there.
+stand-in: a random string that nobody can guess and that this tokenizer knows as an added token. The ids of the
+stand-ins are then exchanged for those of the markers.
+
+So only a stand-in can become a marker's id. The whole prompt still goes through the model's own pipeline at once. Text
+between two markers is normalised, split and merged as if the markers themselves stood there.
 """
 
 import re
@@ -43,7 +44,9 @@ class PromptEncoder:
         self._unknown_ids = frozenset(self._backend.encode(_UNKNOWN, add_special_tokens=False).ids)
 
     def _register(self, added: AddedTokens) -> dict[int, int]:
-        """Make the stand-ins and the plain added tokens known; the model's ids of both by the ids they have here."""
+        """Add the stand-ins and the plain added tokens to the tokenizer. Returns the model's ids of both by their ids
+        here.
+        """
         here = {self._breaker: (AddedToken(self._breaker, normalized=False), _BREAKER_ID)}
         for token_id, token in added.markers.items():
             stand_in = self._stand_ins[token.content]
@@ -55,7 +58,7 @@ class PromptEncoder:
         return {token_id: here[token.content][1] for token_id, token in vocabulary.items()}
 
     def encode(self, text: TracedText) -> list[int]:
-        """Raises `RenderError` if some text is no Unicode, or cannot be told from a marker by this tokenizer."""
+        """Raises `RenderError` if some text is not Unicode, or if this tokenizer cannot distinguish it from a marker."""
         _check_unicode(text)
         if self._nonce in text:
             raise RenderError("messages: a text holds a string that is private to this server.")

@@ -1,4 +1,4 @@
-"""Which of jinja's filters a chat template has, those that are ours, and what is checked before one runs."""
+"""The jinja filters that a chat template has: which of them, our replacements, and the checks before one runs."""
 
 import json
 import re
@@ -63,7 +63,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
 
 
 def check(function: Callable[..., Any], budget: RenderBudget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise `TooMuch` if this filter would make much of these arguments."""
+    """Raises `TooMuch` if this filter would make a large result of these arguments."""
     if function in _TAKING_APART:
         for argument in args:
             budget.expect_items(argument)

@@ -1,6 +1,6 @@
-"""Whether a long text can fit into so many tokens, found out at a cost that the limit bounds.
+"""Whether a long text can fit into so many tokens, checked at a cost that the limit bounds.
 
-Tokenising takes about a microsecond and 300 bytes per character: megabytes must not be tokenised as a whole only to
+Tokenising takes about a microsecond and 300 bytes per character. Megabytes must not be tokenised as a whole only to
 find that they are too long.
 """
 
@@ -13,7 +13,7 @@ _BORDER_TOKENS = 16  # by so many the tokens of a slice may differ from those it
 
 
 def tokens_beyond(limit: int, texts: Iterable[str], backend: Backend) -> int | None:
-    """A number of tokens above the limit that the texts certainly have together; None if they may fit."""
+    """A number of tokens above the limit that the texts certainly have together. None if they may fit."""
     least, most = _SLICE_CHARACTERS
     slice_len = min(max(least, limit), most)
     count = 0

@@ -1,9 +1,11 @@
 """A string that remembers which of its characters the chat template wrote itself.
 
-Only characters of the template's own literals (and of what the renderer vouches for: roles, the tokenizer's special
-tokens) are trusted. A marker becomes a token only where all its characters are trusted, so no text of a caller can turn
-into one, whatever the template does with it. The trust is positive: an operation that is not handled below yields an
-ordinary `str`, which is trusted nowhere. A handled one moves the mask with the very indices that move the text.
+Trusted are only the characters of the template's own literals and of the renderer's own text: roles and the tokenizer's
+special tokens. A marker becomes a token only where all its characters are trusted. So no text of a caller can turn into
+one, whatever the template does with it.
+
+Trust is positive: an operation that is not handled below yields an ordinary `str`, which is trusted nowhere. A handled
+one moves the mask with the same indices that move the text.
 """
 
 import re
@@ -124,9 +126,9 @@ class TracedText(str):
 
 
 class SafeText(Markup):
-    """What the filters `safe` and `escape` make: a text that escapes for HTML whatever it is added to.
+    """What the filters `safe` and `escape` make: a text that HTML-escapes whatever is added to it.
 
-    No chat template wants that; most use `safe` without need, and some of those add markers to the result.
+    No chat template needs that. Most use `safe` without need, and some of those add markers to the result.
     """
 
     __slots__ = ("mask",)
@@ -152,7 +154,7 @@ class SafeText(Markup):
 
 
 def _escaped(text: str) -> SafeText:
-    """As markupsafe escapes; the characters of an entity are trusted as the one was that they stand for."""
+    """As markupsafe escapes. The characters of an entity are trusted if the original character was."""
     escaped = str.__str__(escape("".join([text])))
     if not isinstance(text, TracedText) or len(text) > _LONG:
         return SafeText(escaped)

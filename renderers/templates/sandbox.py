@@ -1,9 +1,9 @@
-"""The jinja environment of chat templates: transformers' own, with bounds, and with the template's literals marked.
+"""The jinja environment of chat templates: transformers' own, with limits, and with the template's literals marked.
 
-A template comes with a model or a checkpoint, so it is a stranger's code. jinja's sandbox keeps it from Python's
-inside, not from the machine's memory and time: `'x' * 10**9`, a loop in a loop in a loop, a list of lists of lists.
-Here what can make much of little is checked before it runs, every value is weighed, the time of a rendering is bounded
-(`bounds`), and names that no chat template needs do not exist.
+A template comes with a model or a checkpoint, so its code is untrusted. jinja's sandbox protects Python's internals,
+but not the machine's memory and time: `'x' * 10**9`, nested loops, nested lists. Here an operation that can make a
+large result is checked before it runs, every value is weighed, and the time of a rendering is limited (`bounds`). Names
+that no chat template needs do not exist.
 
 The template's literals become `TracedText`, trusted (`provenance`).
 """
@@ -77,7 +77,7 @@ def _concat(parts: Iterable[str]) -> TracedText:
 
 
 class _Generator(CodeGenerator):
-    """Compiles string literals to `TracedText`, and lets what makes or compares values, or prints them, be weighed."""
+    """Compiles string literals to `TracedText`. Has the code that makes, compares or prints values weigh them."""
 
     environment: "_Environment"
 
@@ -171,7 +171,7 @@ class _TemplateNamespace(Namespace):
 
 
 class _DictMaker:
-    """The `dict` of templates: makes dicts, and is not the type, whose attributes lead further."""
+    """The `dict` of templates: makes dicts, but is not the type, whose attributes would expose Python."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -268,7 +268,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments are lists rather than iterators that run on unseen, and whose result is weighed."""
+    """A filter whose arguments are lists rather than lazy iterators, and whose result is weighed."""
 
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -290,7 +290,7 @@ def _stepped(test: Any) -> Callable[..., Any]:
 
 
 def _iterated(items: Any) -> Any:
-    """What a loop runs over, wrapped around it in `_parse`: a loop without any operation looks at the clock too."""
+    """What a loop runs over, wrapped around it in `_parse`: a loop without any operation checks the time too."""
     _BUDGET.get().step()
     return _settled(_BUDGET.get(), items)
 

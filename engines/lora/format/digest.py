@@ -17,10 +17,11 @@ def adapter_digest(config: Buffer, weights: Buffer) -> str:
 
 
 def combined_digest(config_sha256: bytes, weights_sha256: bytes) -> str:
-    """The same from the SHA-256 of each file, 32 bytes each, for whoever hashes a file without holding it in memory.
+    """The same digest, from the SHA-256 of each file, 32 bytes each. For callers that hash a file without holding it in
+    memory.
 
-    A digest of digests: no byte can move from one file to the other unnoticed, and a checkpoint that lists the SHA-256
-    of its files is verified by the same pass.
+    Because it is a digest of digests, no byte can move from one file to the other unnoticed. A checkpoint that lists
+    the SHA-256 of its files is verified in the same pass.
     """
     assert len(config_sha256) == len(weights_sha256) == 32
     return sha256(b"roundhouse lora 1\n" + config_sha256 + weights_sha256).hexdigest()

@@ -10,8 +10,8 @@ from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FIL
 def read_files(directory: str, max_weights_bytes: int) -> tuple[bytearray, bytearray]:
     """Configuration and weights.
 
-    Raises `AdapterChanged` when a file is not there or shrinks while it is read, `AdapterUnavailable` when it cannot
-    be read, `AdapterRefused` when it is not a regular file or is too large.
+    Raises `AdapterChanged` when a file is missing or shrinks while it is read. Raises `AdapterUnavailable` when a file
+    cannot be read, and `AdapterRefused` when it is not a regular file or is too large.
     """
     config = _read(directory, CONFIG_FILE, MAX_CONFIG_BYTES)
     weights = _read(directory, WEIGHTS_FILE, max_weights_bytes)
@@ -51,5 +51,5 @@ def _read(directory: str, name: str, max_bytes: int) -> bytearray | None:
 
 
 def _open(path: str, flags: int) -> int:
-    """Not blocking: a FIFO in the place of a file would wait for a writer for ever."""
+    """Does not block: opening a FIFO would otherwise wait for a writer for ever."""
     return os.open(path, flags | os.O_NONBLOCK)

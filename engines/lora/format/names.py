@@ -32,8 +32,8 @@ _VOCABULARY_MODULES: Final = frozenset({"embed_tokens", "lm_head", "wte", "embed
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """`path`: the module's, without PEFT's prefix. `depth`: how many wrappers PEFT nested around the module further
-    out than the one this belongs to.
+    """`path`: the module's path, without PEFT's prefix. `depth`: how many wrappers PEFT nested around the module
+    outside the wrapper of this tensor.
     """
 
     path: str
@@ -42,7 +42,7 @@ class TensorName:
 
 
 def parse_name(name: str) -> TensorName | None:
-    """None when this is no tensor of a LoRA adapter. Modules have names of printable ASCII."""
+    """None when this is not a tensor of a LoRA adapter. Module names are printable ASCII."""
     if not (name.isascii() and name.isprintable()):
         return None
     path = name.removeprefix(_PREFIX)
@@ -79,7 +79,7 @@ class Resolver:
         self._head = targets.head
 
     def resolve(self, path: str) -> str | None:
-        """A key of the targets, parts or experts; None when there is none, or more than one that it could mean."""
+        """A key of the targets, parts or experts. None when there is none, or when the path could mean more than one."""
         for spelling in _spellings(path):
             if spelling in self._known:
                 return spelling

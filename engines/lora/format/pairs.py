@@ -23,11 +23,11 @@ _ONE_EXPERT: Final = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d{1,6})\.(
 class LoraPair:
     """y += scale * B (A x), in the file's dtype.
 
-    A [rank, in], B [out, rank]; of an embedding A [rank, vocabulary], B [dim, rank]; of EXPERTS A [experts, rank, in],
-    B [experts, out, rank], where a 1 in place of `experts` means that all share the matrix.
+    A [rank, in], B [out, rank]. Of an embedding: A [rank, vocabulary], B [dim, rank]. Of EXPERTS: A [experts, rank,
+    in], B [experts, out, rank], where 1 in place of `experts` means that all share the matrix.
 
-    The scale is kept apart because that is exact: multiplied into a bfloat16 B it would round every element by up to
-    0.4 %, unless it is a power of two.
+    The scale is kept apart to stay exact. Multiplied into a bfloat16 B, it would round every element by up to 0.4 %,
+    unless it is a power of two.
     """
 
     A: Tensor
@@ -35,8 +35,8 @@ class LoraPair:
     scale: float
 
     def cast(self, path: str, dtype: torch.dtype, device: torch.device) -> "LoraPair":
-        """A copy. Raises `AdapterRefused` when a value is beyond the dtype's range: it would become an infinity, and
-        with it every reply that the adapter touches.
+        """A copy. Raises `AdapterRefused` when a value is beyond the dtype's range. It would become an infinity, and so
+        would every reply that the adapter affects.
         """
         A, B = (matrix.to(device=device, dtype=dtype, copy=True) for matrix in (self.A, self.B))
         narrower = torch.finfo(dtype).max < max(torch.finfo(self.A.dtype).max, torch.finfo(self.B.dtype).max)
@@ -49,7 +49,7 @@ class LoraPair:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """One pass, 20 times as fast as `isfinite`: NaN is both the least and the greatest of a tensor that holds one."""
+    """One pass, 20 times as fast as `isfinite`: NaN is both the minimum and the maximum of a tensor that holds one."""
     if not tensor.numel():
         return True
     least, greatest = torch.aminmax(tensor)
@@ -151,8 +151,8 @@ class PairBuilder:
             raise refused(f"{printable(pair.path)} is not among the modules it targets, and has tensors in the file.")
 
     def _expert_matrices(self, pair: FilePair, part: TargetPart) -> tuple[Tensor, Tensor]:
-        """A [experts or 1, rank, in], B [experts or 1, out, rank] of the 3-D format, or of the 2-D one in which
-        experts that see every token stand side by side as one wide layer.
+        """A [experts or 1, rank, in] and B [experts or 1, out, rank]. The file has them in the 3-D format or in the 2-D
+        one. In the 2-D format, experts that see every token are side by side as one wide layer.
         """
         target = self._targets.targets[part.path]
         A, B, count = pair.A, pair.B, target.num_experts
@@ -169,8 +169,8 @@ class PairBuilder:
         return A, B
 
     def _add_parameter(self, pair: FilePair, path: str) -> None:
-        """PEFT's own format for the parameters of experts: A [experts * rank, in], B [out, rank * experts], one
-        wrapper around the other; the parameter that is registered last has the outermost.
+        """PEFT's own format for the parameters of experts: A [experts * rank, in], B [out, rank * experts]. The
+        wrappers are nested; the parameter that is registered last has the outermost.
         """
         experts = self._targets.experts[path]
         named = [name for name in experts.parameters if self._names_parameter(f"{path}.{name}", pair)]

@@ -1,11 +1,11 @@
 """The regular expressions of a PEFT configuration, matched in bounded time and memory.
 
 `target_modules`, `exclude_modules` and the keys of `rank_pattern` and `alpha_pattern` are Python regular expressions
-from whoever made the checkpoint. One line makes `re` backtrack for hours. The `regex` package has a time limit for
-matching, but none for compiling: it copies what is repeated, so `((((a)+)+)+)+` takes twice the memory with each level.
+from the author of the checkpoint. One line can make `re` backtrack for hours. The `regex` package has a time limit for
+matching, but none for compiling. It copies what is repeated, so `((((a)+)+)+)+` takes twice the memory with each level.
 So an expression is weighed before it is compiled.
 
-An expression means here what it means to `re`, or it is refused. `re` compiles it first. What the two packages read
+An expression means the same as for `re`, or it is refused. `re` compiles it first. What the two packages read
 differently is refused: escapes by number or name, references, comments, `(?x)`, possessive quantifiers, sets within
 sets, other braces than `{m,n}`.
 """
@@ -45,8 +45,8 @@ class PatternRefused(ValueError):
 
 
 class Budget:
-    """What all expressions of one adapter may take together: CPU seconds of the thread that matches, and weight, which
-    is up to 300 bytes and 10 µs of compiling each.
+    """Limits for all expressions of one adapter together: CPU seconds of the thread that matches, and weight. One unit
+    of weight is up to 300 bytes and 10 µs of compiling.
     """
 
     def __init__(self, *, seconds: float = 2.0, weight: int = 200_000) -> None:

@@ -1,7 +1,7 @@
 """`adapter_config.json` of a LoRA adapter: which modules it adapts and with what scale, read as PEFT reads it.
 
-What would change the computation and is not implemented is refused by name. Which modules are adapted is told by the
-tensors; the configuration must agree with them, because PEFT would silently leave out what it does not name.
+Options that would change the computation and are not implemented are refused by name. The tensors say which modules are
+adapted. The configuration must agree with them, because PEFT silently ignores tensors that it does not name.
 """
 
 import json
@@ -50,8 +50,8 @@ Hit = tuple[int, float]
 class PatternTable:
     """A mapping from patterns to numbers in which the first match counts, as in PEFT's `get_pattern_key`.
 
-    Keys without special characters but dots (one per module, as some trainers write them) are looked up, not searched:
-    `plain` holds them by their length and where their dots are, which stand for any character.
+    Some trainers write one key per module. Keys without special characters but dots are looked up, not searched.
+    `plain` holds them by their length and by the positions of their dots, which stand for any character.
     """
 
     plain: Mapping[int, Mapping[tuple[int, ...], Mapping[str, Hit]]]
@@ -84,7 +84,7 @@ class PeftConfig:
     ties_embeddings: bool
 
     def rank_and_scale(self, *paths: str) -> tuple[int, float]:
-        """For a module by its path; further paths are other names of it, looked up where the first has no pattern."""
+        """For a module by its path. Further paths are other names of it, tried when the first has no pattern."""
         rank = self._find("rank_pattern", self.rank_pattern, paths)
         alpha = self._find("alpha_pattern", self.alpha_pattern, paths)
         rank = self.rank if rank is None else int(rank)

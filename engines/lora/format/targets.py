@@ -1,4 +1,4 @@
-"""What of a model an adapter can change: its modules by path, with their shapes, and other names for parts of them."""
+"""What an adapter can change in a model: modules by path, with their shapes, and other names for parts of them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class LoraTarget:
 
 @dataclass(frozen=True, slots=True)
 class TargetPart:
-    """Some outputs of a target, where a checkpoint has a module of its own for them.
+    """Some outputs of a target, for which a checkpoint has a module of its own.
 
     `rows`: which outputs of the target. `source`: which outputs of the checkpoint's module; None for all of them.
     """
@@ -73,8 +73,8 @@ class LoraTargets:
 
     @property
     def max_tensors(self) -> int:
-        """How many tensors the file of an adapter can have: two for each place that a file may name, experts one by
-        one, and copies of the vocabulary matrices.
+        """The most tensors that an adapter's file can have. Two for each place that a file may name, with experts one
+        by one, and copies of the vocabulary matrices.
         """
         single = sum(self.targets[parts[0].path].num_experts for parts in self.parts.values())
         return 2 * (len(self.targets) + len(self.parts) + single) + 2
@@ -95,7 +95,7 @@ class LoraTargets:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the walk over the modules has met so far."""
+    """What the walk over the modules has found so far."""
 
     targets: dict[str, LoraTarget]
     parts: dict[str, tuple[TargetPart, ...]]

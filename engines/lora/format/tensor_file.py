@@ -2,9 +2,9 @@
 
     8 bytes: length of the header, little endian | header: JSON | the tensors' bytes, without gaps
 
-A parser of our own because the bytes are read once, hashed and parsed from the same memory; the safetensors package
-parses a path (which may hold something else by then) or copies every tensor. It accepts what that package accepts, but
-for shapes that torch has no strides for.
+This is a parser of our own because the bytes are read once, then hashed and parsed from the same memory. The
+safetensors package parses a path, whose content may have changed by then, or copies every tensor. This parser accepts
+what that package accepts, except shapes that torch has no strides for.
 """
 
 import json
@@ -35,7 +35,7 @@ class TensorFileError(ValueError):
 
 
 class TensorFileTruncated(TensorFileError):
-    """The bytes end before the header does. `needed`: how many bytes from the start of the file would do."""
+    """The bytes end before the header does. `needed`: how many bytes from the start of the file are enough."""
 
     def __init__(self, message: str, needed: int) -> None:
         super().__init__(message, needed)
@@ -64,8 +64,8 @@ class TensorFile:
 
 
 def parse_header(head: Buffer, max_tensors: int) -> TensorFile:
-    """`head`: the file from its start, at least as far as the header goes. `max_tensors`: work ends with the first one
-    more than that.
+    """`head`: the file from its start, at least to the end of the header. `max_tensors`: parsing stops at the first
+    tensor beyond this number.
 
     Every tensor's extent fits its shape and dtype, and together they cover the data without gap or overlap. Raises
     `TensorFileTruncated` when `head` is too short, `TensorFileError` for everything else.
@@ -80,8 +80,8 @@ def parse_header(head: Buffer, max_tensors: int) -> TensorFile:
 
 
 def header_extent(head: Buffer) -> int:
-    """How many bytes the whole file must have. Checks and raises as `parse_header`, and keeps two numbers a tensor: a
-    hundred thousand objects would make Python's collector look at all others of the process, again and again.
+    """How many bytes the whole file must have. Checks and raises as `parse_header`, but keeps only two numbers a
+    tensor. A hundred thousand objects would make Python's garbage collector scan all objects of the process repeatedly.
     """
     length = _header_length(head)
     return _extent(8 + length, {name: (entry.start, entry.end) for name, entry in _entries(head, length)})

@@ -1,9 +1,11 @@
 """A LoRA adapter in PEFT's format, read once, checked, and bound to the modules of a model.
 
-The files are read into memory, hashed, and parsed from those same bytes, so what is served is what the digest says.
+The files are read into memory, hashed, and parsed from those same bytes, so the served content is that of the digest.
 Nothing is unpickled or fetched. Expressions from the file are matched in bounded time (`patterns`). Every tensor of the
-file is applied or the adapter is refused. An all-linear rank-8 adapter of a 30-layer model (420 tensors, 4.9 MB) takes
-16 ms of one core of a Xeon (model 207, AMX), a quarter of it for hashing: tests/bench/read_adapter.py.
+file is applied, or the adapter is refused.
+
+An all-linear rank-8 adapter of a 30-layer model (420 tensors, 4.9 MB) takes 16 ms of one core of a Xeon (model 207,
+AMX). A quarter of that is hashing: tests/bench/read_adapter.py.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,8 +32,9 @@ _DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
-    """`pairs` by path, as in `LoraTargets.targets`; `nbytes` of all of them, in memory. `rank`: the largest, which is
-    the sum of its parts where the model fuses modules that the file keeps apart.
+    """`pairs` by path, as in `LoraTargets.targets`. `nbytes`: of all of them, in memory.
+
+    `rank`: the largest. Where the model fuses modules that the file keeps apart, it is the sum of the parts.
     """
 
     digest: str
@@ -43,9 +46,11 @@ class AdapterWeights:
 def read_adapter(adapter: Adapter, targets: LoraTargets, *, max_rank: int, max_bytes: int) -> AdapterWeights:
     """`max_rank` holds for each matrix of the file, `max_bytes` for the weights file.
 
-    Blocks on the disk; safe on any thread. Raises `AdapterChanged` when the directory does not hold the content with
-    the adapter's digest, `AdapterUnavailable` when it cannot be read, and `AdapterRefused`, naming file, field or
-    tensor, when that content cannot be applied exactly.
+    Blocks on the disk; safe on any thread.
+
+    - Raises `AdapterChanged` when the directory does not hold the content with the adapter's digest.
+    - Raises `AdapterUnavailable` when it cannot be read.
+    - Raises `AdapterRefused` when the content cannot be applied exactly. The message names file, field or tensor.
     """
     config_bytes, weights = read_files(adapter.directory, max_bytes)
     if adapter_digest(config_bytes, weights) != adapter.digest:
@@ -99,7 +104,7 @@ def _tensor(weights: bytearray, name: str, entry: TensorEntry) -> Tensor:
 
 
 def _check_finite(weights: bytearray, header: TensorFile, tensors: Mapping[str, Tensor]) -> None:
-    """NaN times the zero of another request's row is NaN: one such value would reach the whole batch."""
+    """One such value would reach the whole batch: NaN times the zero of another request's row is NaN."""
     start = min((entry.start for entry in header.tensors.values()), default=0)
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) == 1 and start < len(weights):
