@@ -50,7 +50,7 @@ class EngineOptions:
     max_waiting: Annotated[Count, Doc("Most requests that wait for a place in the batch; more are refused (429).")] = (
         1024
     )
-    max_step_tokens: Annotated[StepTokens, Doc("Most prompt tokens in a step while nobody decodes.")] = 1024
+    max_step_tokens: Annotated[StepTokens, Doc("Most prompt tokens in a step in which no request decodes.")] = 1024
     max_step_tokens_decoding: Annotated[StepTokens, Doc("Most prompt tokens in a step while others decode.")] = 1024
     prefill_ratio: Annotated[
         float,

@@ -38,8 +38,8 @@ RANKS = 24
 _BLOCK_TOKENS = 16
 
 Script = Callable[[GenerateRequest], Iterable[int | EngineError] | None]
-"""What to reply to a request: token ids, where an error in their place ends the request. None: made up by hashing. A
-script that does not end in one of the request's stop ids is followed by one, if the request has any."""
+"""What to reply to a request: token ids, or an error that ends it. None: made up by hashing. If the request has stop
+ids, a script that does not end in one is followed by one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from engines.tensors.batch import Carried, StepBatch
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-"""How often the loop looks at running adapter loads while nothing else can run."""
+"""How often the loop checks running adapter loads while nothing else can run."""
 
 Event = TokenDelta | EngineError
 Emit = Callable[[Sequence[tuple[TokenSequence, Event]]], None]
@@ -190,8 +190,8 @@ class EngineLoop:
 
     def _conclude(self, failures: list[tuple[TokenSequence, EngineError]], progressed: bool) -> None:
         if not progressed:
-            # Every request of the step failed: is it they, or the device? If this raises, the engine is broken, and
-            # they end as all others do.
+            # Every request of the step failed: are the requests at fault, or the device? If this raises, the engine is
+            # broken, and they end as all others do.
             self.runner.check_health()
         self._emit(failures)
         self.counters.steps += 1

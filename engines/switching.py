@@ -3,9 +3,9 @@
 import sys
 
 SWITCH_INTERVAL_S = 5e-5
-"""Python's own is 5 ms. A thread that does what gives the interpreter up, a call of torch or a write to a socket, waits
-for so long each time while another thread runs Python: a step of an engine with its dozens to hundreds of calls took 50
-to 600 times as long beside one.
+"""Python's own is 5 ms. Calls of torch and writes to sockets release the lock. While another thread runs Python, a
+caller then waits this long each time. A step of an engine has dozens to hundreds of such calls, and took 50 to 600
+times as long.
 """
 
 

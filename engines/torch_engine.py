@@ -56,7 +56,7 @@ class TorchEngine:
         loop = asyncio.get_running_loop()
 
         def emit(events: Sequence[tuple[TokenSequence, Event]]) -> None:
-            # A loop that is closed already has nobody left to tell.
+            # A closed event loop has no receivers left.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._deliver, events)
 
@@ -152,7 +152,7 @@ class _Parts:
     group: TensorGroup | None
 
     def run(self) -> None:
-        # A setting of the calling thread, but one that another thread's call replaces until this one has used it.
+        # A setting of this thread, but until this thread has used it, another thread's call replaces it.
         torch.set_num_threads(self.threads)
         torch.get_num_threads()
         switch_soon()

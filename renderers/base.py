@@ -28,7 +28,7 @@ class RenderError(ValueError):
 
 
 class TemplateRefused(RenderError):
-    """The chat template cannot be served: it does not compile, or the origin of its special tokens cannot be tracked."""
+    """The chat template cannot be served: it does not compile, or the origin of its special tokens is unknown."""
 
     def __init__(self, message: str, param: str = "model") -> None:
         super().__init__(message, param)
@@ -54,7 +54,7 @@ class ReplyEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """Token ids of a prompt, and the text with which it already starts the assistant's reply (a prefilled `<think>`)."""
+    """Token ids of a prompt, and the text with which it starts the assistant's reply (a prefilled `<think>`)."""
 
     token_ids: tuple[int, ...]
     prefill: str = ""

@@ -16,7 +16,7 @@ RENDERERS = {
 }
 
 _RECOGNISERS = {"qwen3": qwen3.recognises}
-"""In this order; a model that none of them recognises is served by the generic renderer."""
+"""Tried in this order. The generic renderer serves a model that none of them recognises."""
 
 
 @overload

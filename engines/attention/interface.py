@@ -95,7 +95,7 @@ def paged_attention(
     unknown = sorted(name for name in others.keys() - _WITHOUT_MEANING if others[name] is not None)
     if unknown or attention_mask is not None:
         what = "an attention mask" if attention_mask is not None else f"the attention argument {unknown[0]!r}"
-        raise ModelRefused(f"{type(module).__name__} passes {what}, which this engine does not know.")
+        raise ModelRefused(f"{type(module).__name__} passes {what}, which this engine does not support.")
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelRefused(f"{type(module).__name__} attends in both directions; this engine serves causal models.")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

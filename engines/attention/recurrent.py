@@ -98,7 +98,7 @@ class _StackedCache:
 
 
 Narrow = Callable[[torch.Tensor], AbstractContextManager[None]]
-"""Tells whoever else looks at rows that the batch is some of its rows for a while."""
+"""Tells other readers of the rows that the batch is only some of its rows for a while."""
 
 
 def split_by_sequence(model: Any, text_config: Any, narrow: Narrow) -> int:
@@ -130,7 +130,7 @@ def _wrap(module: nn.Module, narrow: Narrow) -> None:
     ) -> torch.Tensor:
         """hidden_states [1, T, hidden] -> the same"""
         if attention_mask is not None:
-            raise ModelRefused(f"{type(module).__name__} was given a mask, which this engine does not know.")
+            raise ModelRefused(f"{type(module).__name__} was given a mask, which this engine does not support.")
         out = torch.zeros_like(hidden_states)
 
         def run(chunks: Sequence[Chunk], rows: torch.Tensor, *, length: int) -> None:

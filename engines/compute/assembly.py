@@ -94,7 +94,9 @@ def _first_that_works(
         except Exception as exc:  # whatever a compiler or a driver raises
             failure = exc
             continue
-        if num_blocks is None:  # once: what a path leaves, torch keeps for the next one and does not count as free
+        if (
+            num_blocks is None
+        ):  # once: torch keeps a failed path's memory for the next one and does not count it as free
             num_blocks = _num_blocks(model, config)
         runner.allocate(num_blocks)
         try:
@@ -116,7 +118,11 @@ def _check(test: self_test.SelfTest, runner: ModelRunner, model: PagedModel, con
 
 def _log_given_up(failure: Exception, model: PagedModel, config: EngineConfig) -> None:
     logger.warning(
-        "what computes %s on %s is given up: %s", config.source, model.loaded.device, failure, exc_info=failure
+        "computing %s on %s failed, trying the next compute path: %s",
+        config.source,
+        model.loaded.device,
+        failure,
+        exc_info=failure,
     )
 
 

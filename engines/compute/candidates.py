@@ -36,12 +36,12 @@ def candidate_paths(model: PagedModel, config: EngineConfig, *, threads: int) ->
         yield from _triton_paths(model, config)
         if config.attention != "auto":
             return
-    # What takes the place of a layer that is split over devices would take the place of its exchange too.
+    # Replacing a layer that is split over devices would also replace its exchange between them.
     if config.attention != "sdpa" and model.shards is None:
         native = _native_path(model, config, threads)
         if native is not None:
             yield native
-            return  # there are no layers left for others
+            return  # its path takes the layers from the model
     yield _torch_path(model, config)
 
 
@@ -49,8 +49,8 @@ def _whole_image_path(model: PagedModel, config: EngineConfig) -> PlainPath:
     """The only backend in which the tokens of an image attend to each other in both directions."""
     if config.attention not in ("auto", "sdpa"):
         raise ModelRefused(
-            f"attention = {config.attention!r} is not possible for {model.loaded.config.model_type}: the tokens of an "
-            "image see each other in both directions."
+            f"attention must be 'auto' or 'sdpa' for {model.loaded.config.model_type}, not {config.attention!r}: the "
+            "tokens of an image attend to each other in both directions."
         )
     return PlainPath(model, config.block_size, partial(SdpaBackend, whole_images=True))
 

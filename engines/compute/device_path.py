@@ -23,7 +23,7 @@ MakeBackend = Callable[[KVCache], TritonBackend]
 
 
 def backend_for(attention: AttentionName, device: torch.device) -> MakeBackend:
-    """Returns what makes the attention backend over a cache. Raises `ModelRefused` when this attention is not possible."""
+    """The factory of the attention backend over a cache. Raises `ModelRefused` when it is not possible."""
     if device.type != "cuda" and not is_interpreted():
         raise ModelRefused(f"attention = {attention!r} needs a CUDA device, not {device}.")
     num_programs = _INTERPRETED_PROGRAMS

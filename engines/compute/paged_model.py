@@ -138,8 +138,8 @@ def _check_states(model_type: str, *, exact: bool, is_split: bool) -> None:
     """Raises `ModelRefused` for options that do not work with layers that carry a state from token to token."""
     if exact:
         raise ModelRefused(
-            f"{model_type}: exact is set, and layers that carry a state from token to token sum up in an order that "
-            "depends on the chunks."
+            f"{model_type}: exact is not possible with layers that carry a state from token to token. The order of "
+            "their sums depends on the chunks."
         )
     if is_split:
-        raise ModelRefused(f"{model_type}: layers that carry a state from token to token are not split over devices.")
+        raise ModelRefused(f"{model_type}: layers that carry a state from token to token cannot be split over devices.")

@@ -44,7 +44,7 @@ class RecordedPath:
 
     def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
         if any(chunk.length != 1 or chunk.sequence.request.images for chunk in chunks):
-            return None  # what stands behind an image has positions of its own
+            return None  # tokens after an image have other rotary positions
         if not self._path.runs_by_row(chunks):
             return None
         return self._graphs.run(chunks, carried)

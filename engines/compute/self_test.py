@@ -30,7 +30,7 @@ _DECODED = 3
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Largest accepted |engine - plain| / |plain| of the logits (L2, mean removed). Measured on SmolLM2: 1e-6 in float32,
-0.03 in bfloat16, where either differs from float32 by 0.02 to 0.03; a missed window or mask gives 0.5 and more.
+0.03 in bfloat16, where both differ from float32 by 0.02 to 0.03. A missed window or mask gives 0.5 and more.
 """
 
 
@@ -43,7 +43,7 @@ class SelfTest:
 
 
 def prepare(loaded: LoadedModel, context_length: int) -> SelfTest:
-    """Run the plain model on prompts that fit into the context. Must come before a `PagedModel` takes the model over."""
+    """Run the plain model on prompts that fit into the context. Call it before a `PagedModel` takes the model over."""
     rng = random.Random(0)
     lengths = (min(_prompt_length(loaded), context_length), min(21, context_length))
     prompts = tuple(tuple(rng.randrange(loaded.vocab_size) for _ in range(length)) for length in lengths)
@@ -52,7 +52,7 @@ def prepare(loaded: LoadedModel, context_length: int) -> SelfTest:
     for prompt in prompts:
         ids = torch.tensor([prompt], device=loaded.device)
         rows = torch.arange(max(0, len(prompt) - _DECODED - 1), len(prompt), device=loaded.device)
-        # An explicit mask: some models take a prompt token that equals their padding id for padding.
+        # An explicit mask: some models treat a prompt token that equals their padding id as padding.
         mask = torch.ones_like(ids)
         output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=rows)
         expected.append(output.logits[0].float())
@@ -67,8 +67,8 @@ def check(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, config: Engi
     if not all(difference <= limit for difference in differences):  # NaN is not
         worst = next((d for d in differences if math.isnan(d)), max(differences))
         raise ModelRefused(
-            f"{loaded.config.model_type}: the engine's logits differ from the model's own by {worst:.3g} (relative), "
-            f"more than the {limit:g} that {loaded.dtype} explains; it would not be served exactly."
+            f"{loaded.config.model_type}: the engine's logits differ from the model's own by {worst:.3g} (relative); "
+            f"the limit for {loaded.dtype} is {limit:g}."
         )
     logger.info("self-test: relative difference %.2g (limit %g)", max(differences), limit)
     return max(differences)
@@ -81,8 +81,8 @@ def check_exact(test: SelfTest, runner: ModelRunner, loaded: LoadedModel, config
         (alone,) = _run_in_chunks(runner, _laid_out((prompt,), runner, config), config, shortest=5)
         if not torch.equal(alone, expected):
             raise ModelRefused(
-                f"{loaded.config.model_type}: exact is set, and on {loaded.device} this model's logits change with the "
-                f"company and the chunking by {float((alone - expected).abs().max()):.3g}."
+                f"{loaded.config.model_type}: exact is not possible on {loaded.device}. Logits change with the batch "
+                f"composition or the chunks by {float((alone - expected).abs().max()):.3g}."
             )
 
 

@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
 class FlashInferBackend(PrefillBackend):
     """Implements `attention.interface.AttentionBackend`. `dtypes`: of Q, K and V; `sizes`: of heads."""
 
-    reads_whole_blocks = True  # for all we know
+    reads_whole_blocks = True  # its documentation does not exclude it
 
     def __init__(
         self,

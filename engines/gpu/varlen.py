@@ -25,7 +25,7 @@ _PAGE = 256
 """FlashAttention 2 reads pages of a multiple of this many tokens."""
 
 MOST_GATHERED = 1 << 16
-"""Tokens of all sequences together: as of `VarlenBackend`, unless told otherwise."""
+"""Tokens of all sequences together: the default of `VarlenBackend`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class VarlenBackend(PrefillBackend):
             window_size=(window_left(attention.window), 0),  # none after it, counted from the ends of the sequences
             enable_gqa=True,
             # In one piece: with pages, torch's FlashAttention 2 can leave rows unwritten that it computes in several
-            # (pytorch issue 194167), and results depend on the company then.
+            # (pytorch issue 194167), and results then depend on batch composition.
             num_splits=1,
             **pages,
         )

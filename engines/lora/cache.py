@@ -23,8 +23,8 @@ from engines.protocol import Adapter
 logger = logging.getLogger(__name__)
 
 REFUSAL_S = 30.0
-"""How long a refusal is answered without reading the files again. Not for ever: the directory may have held something
-else for a moment.
+"""How long a refusal is answered without reading the files again. It expires, since the directory may have held other
+content for a moment.
 """
 
 _REMEMBERED_REFUSALS = 1024
@@ -210,7 +210,7 @@ class AdapterCache(Generic[Held]):
         self._start_loads()
         for digest, queued in self._queue.items():
             if len(self._loading) < self.loaders:
-                queued.since = now  # it waits for room, that is for other requests to end
+                queued.since = now  # it waits for memory, that is, for other requests to end
             elif now - queued.since > self.timeout_s:
                 self._time_out(digest)
         failed, self._failed = self._failed, {}
@@ -233,7 +233,7 @@ class AdapterCache(Generic[Held]):
         else:
             logger.error("an adapter could not be read", exc_info=error)
             self._failed[load.adapter] = AdapterUnavailable("The checkpoint could not be read; try again.")
-        # Perhaps this directory does not hold the content any more, and another that a request was bound to does.
+        # This directory may have lost the content, while another one that a request was bound to still has it.
         for other in self._wants.get(digest, ()):
             if other not in self._failed:
                 self._queue[digest] = _Queued(other, now)

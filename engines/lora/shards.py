@@ -38,7 +38,7 @@ class Shards:
         styles, config = dict(model.tp_plan), model.config.get_text_config()
         if not {_COLUMNS, _ROWS} & set(styles.values()):
             raise ModelRefused(
-                f"{config.model_type}: transformers has no plan to spread its layers over {size} devices."
+                f"tensor_parallel must be 1 for {config.model_type}, not {size}: transformers has no plan to split it."
             )
         for name in ("num_attention_heads", "num_key_value_heads"):
             count = getattr(config, name, None) or config.num_attention_heads
@@ -63,7 +63,8 @@ class Shards:
             style = self._style(".".join(parts[:end]))
             if style is not None and style not in _SPLIT | _WHOLE:
                 raise AdapterRefused(
-                    f"The adapter changes {path!r}, which is split over devices by {style!r}: no adapter can follow it."
+                    f"The adapter changes {path!r}, which is split over devices by {style!r}. "
+                    "Adapters of such layers are not supported."
                 )
         style = self._style(path)
         if style in (_COLUMNS, _PACKED):

@@ -20,7 +20,7 @@ from engines.errors import ModelRefused
 logger = logging.getLogger(__name__)
 
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"}) | recurrent.LAYER_TYPES
-"""What this engine computes. Anything else would be computed as something else without a word."""
+"""The types that this engine computes. Any other would silently be computed as one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +145,11 @@ def check_layer_types(text_config: Any) -> None:
     types = set(getattr(text_config, "layer_types", None) or [])
     unknown = sorted(types - KNOWN_LAYER_TYPES)
     if unknown:
-        raise ModelRefused(f"{text_config.model_type}: layers of type {unknown[0]!r} are not known to this engine.")
+        raise ModelRefused(f"{text_config.model_type}: layers of type {unknown[0]!r} are not supported by this engine.")
     if getattr(text_config, "use_bidirectional_attention", None):
         raise ModelRefused(f"{text_config.model_type} attends in both directions; this engine serves causal models.")
     if getattr(text_config, "attention_chunk_size", None):
-        raise ModelRefused(f"{text_config.model_type}: chunked attention is not known to this engine.")
+        raise ModelRefused(f"{text_config.model_type}: chunked attention is not supported by this engine.")
 
 
 def check_rotation(text_config: Any, context_length: int | None) -> None:

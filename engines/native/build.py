@@ -51,7 +51,7 @@ def _fingerprint(compiler: str, flags: Sequence[str]) -> str:
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
     digest.update(" ".join(flags).encode())
-    # The macros that -march=native turns on say which instructions will be used.
+    # The macros that -march=native defines tell which instructions will be used.
     digest.update(_run(compiler, "-march=native", "-dM", "-E", "-x", "c", "/dev/null"))
     return digest.hexdigest()[:16]
 

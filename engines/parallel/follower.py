@@ -67,7 +67,7 @@ def main() -> None:
         logger.exception("failed")
         connection.send_bytes(f"{type(exc).__name__}: {exc}".encode())
         os._exit(1)
-    os._exit(0)  # what is left of the group is the leader's to end
+    os._exit(0)  # the leader ends the rest of the group
 
 
 if __name__ == "__main__":

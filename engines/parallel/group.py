@@ -58,12 +58,12 @@ class TensorGroup:
                 self._followers.append(_start())
                 self._followers[-1][1].send_bytes(pickle.dumps((config, rank, meeting_point)))
             for process, connection in self._followers:
-                connection.recv_bytes()  # it is about to join: who failed to come so far would be waited for in vain
+                connection.recv_bytes()  # it is about to join: `join` would wait for a process that failed before this
                 threading.Thread(target=self._watch, args=(process, connection), daemon=True).start()
             join(config, 0, meeting_point)
         except (EOFError, OSError) as exc:
             self.close()
-            raise EngineError("A process of the model could not be started; its output says why.") from exc
+            raise EngineError("A process of the model could not be started. Its output gives the reason.") from exc
         except BaseException:
             self.close()
             raise
@@ -88,13 +88,13 @@ class TensorGroup:
             try:
                 connection.send_bytes(pickle.dumps(Stop()))
             except OSError:
-                logger.info("process %d of the model had ended before", process.pid)
+                logger.info("process %d of the model had already ended", process.pid)
         # Those of a lost group may wait for each other.
         deadline = time.monotonic() + (0.0 if self.lost else _END_S)
         for process, _ in self._followers:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:  # in the middle of something that its leader has given up
+            except subprocess.TimeoutExpired:  # still busy with what its leader has abandoned
                 process.kill()
                 process.wait()
         if dist.is_initialized():
@@ -105,7 +105,7 @@ class TensorGroup:
         try:
             reason = connection.recv_bytes().decode()
         except (EOFError, OSError):
-            reason = "it ended without a word"
+            reason = "it ended without a reason"
         if not self._closing:
             logger.error("process %d of the model is lost: %s", process.pid, reason)
             self.lost = True
@@ -119,7 +119,7 @@ def _abort() -> None:
     if dist.is_initialized() and dist.get_backend() == "nccl":
         try:
             dist.distributed_c10d._abort_process_group()
-        except Exception:  # then the time-out is left
+        except Exception:  # then the time-out ends them
             logger.exception("the process group could not be aborted")
 
 

@@ -20,8 +20,8 @@ from statistics import median_low
 from engines.planning.sequence import TokenSequence
 
 IDLE_SHARES_LIMIT = 1024
-"""How many counters of those without requests are kept; beyond it the clock is moved on, which levels the lower ones
-out."""
+"""How many counters of tenants without requests are kept. Beyond it the clock moves forward, which levels the lower
+ones."""
 
 
 @dataclass(slots=True)
@@ -141,5 +141,5 @@ class FairQueue:
         self._tenants[name].adapters.leave(sequence.adapter_digest)
         self._shares.leave(name)
         if name not in self._shares.live:
-            # Nothing of the tenant waits, so there is nobody left whom its adapters' counters could keep waiting.
+            # The tenant has no requests, so the counters of its adapters delay none.
             del self._tenants[name]

@@ -4,10 +4,10 @@ from collections import deque
 from statistics import median
 
 _WINDOW = 9
-"""Steps that are remembered. The median of them is used: a neighbour on the machine may stretch any single one."""
+"""How many steps are remembered. Their median is used, since other work on the machine may stretch any single one."""
 
 _SMALLEST = 32
-"""Tokens below which a prefill is not cut: smaller ones pay the price of a forward for too little."""
+"""Tokens below which a prefill is not cut: the overhead of a forward is too high for fewer."""
 
 _MULTIPLE = 16
 

@@ -20,7 +20,7 @@ from engines.planning.sequence import NO_SLOT, TokenSequence
 from engines.protocol import Adapter
 
 BYPASS_LIMIT = 64
-"""How many requests may be admitted past one that waits for an adapter slot; then everybody waits until it has one."""
+"""How many requests may overtake one that waits for an adapter slot. Then all others wait until it has one."""
 
 SCORED_TOKENS = 128
 """Tokens per step of prompts whose log-probabilities are wanted: each needs a row of logits over the vocabulary."""
@@ -105,7 +105,7 @@ class Scheduler:
         self.running: list[TokenSequence] = []
         self.preemptions = 0
         self.prefill_limit: int | None = None  # below `max_step_tokens_decoding`, as the loop measures
-        # Who was tried and could not be admitted with what is free now, for want of a slot and of memory.
+        # Requests that were tried and could not be admitted, for lack of a slot or of memory.
         self._lack_slots: set[TokenSequence] = set()
         self._lacks_memory: TokenSequence | None = None
 
@@ -161,7 +161,7 @@ class Scheduler:
         """The sequence that must give up its running place: all are taken, and another tenant waits for its share."""
         if len(self.running) < self._max_running or not len(self.queue):
             return None
-        # Who lacks an adapter slot would not get the place, and whoever gave it up would take it again.
+        # A request without an adapter slot could not use the place, and the one that gave it up would take it back.
         head = next((sequence for sequence in self._candidates([]) if sequence not in self._lack_slots), None)
         if head is None:
             return None
@@ -248,7 +248,7 @@ class Scheduler:
                 self._lack_slots.add(sequence)
                 continue
             if not self._allocate_prompt(sequence):
-                # Memory is the bound for everybody: nobody smaller slips past, or large prompts would starve.
+                # Memory is short for all: a smaller request must not overtake, or large prompts would starve.
                 if slot != NO_SLOT:
                     self._slots.unpin(slot)
                 self._lacks_memory = sequence

@@ -111,8 +111,8 @@ class TokenSequence:
 
 class _NoSink:
     def deliver(self, outputs: Sequence[Output]) -> None:
-        raise AssertionError("nobody takes the outputs of this sequence")
+        raise AssertionError("the outputs of this sequence have no sink")
 
 
 NO_SINK: OutputSink = _NoSink()
-"""Of sequences that are computed for the engine itself, which emits nothing for them."""
+"""For sequences that the engine computes for itself and emits nothing for."""

@@ -25,7 +25,7 @@ CANDIDATES = 128
 """How many of the most likely tokens truncation looks at first, on a CPU."""
 
 CANDIDATES_ON_DEVICE = 1024
-"""The same where looking at more costs little, and having looked at too few a forward."""
+"""The same on a device: looking at more costs little there, but looking at too few costs a forward."""
 
 _WIDER = 8
 """How many times as many it looks at next."""
@@ -258,8 +258,8 @@ def _draw_truncated(
     keep &= (top_p >= 1) | (cumulative - kept < top_p * mass)
     keep &= probability >= min_p * probability[:, :1]
     keep[:, 0] = True
-    # Whether tokens may have to be kept that were not looked at (others that are as likely as the last one are not told
-    # from it), and whether the mass that top-p is a share of is not known yet.
+    # Whether tokens that were not looked at may have to be kept (they may be as likely as the last one), and whether
+    # the mass that top-p is a share of is still unknown.
     beyond = (keep & (top == top[:, -1:])).any(dim=-1)
     unknown = ((top_p < 1) & (top_k < vocab) & (top_k > width))[:, 0]
     is_open = (beyond | unknown) & (width < vocab)
@@ -297,7 +297,7 @@ def _first_beyond(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tenso
     """
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     found = torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
-    return found.clamp_max(cumulative.shape[1] - 1)  # of what is not finite anything may have come out
+    return found.clamp_max(cumulative.shape[1] - 1)  # where weights are not finite, it may be anything
 
 
 def _score(scaled: torch.Tensor, targets: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:

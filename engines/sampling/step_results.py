@@ -64,7 +64,7 @@ class Outcomes:
             StepResult(chunk, draws.get(chunk.sequence.request_id), _score_prompt(chunk, self._logits, first))
             for chunk, first, _ in self._rows
         ]
-        # Rows over the vocabulary: the next draws take as much, while the loop still holds this.
+        # Frees rows over the vocabulary: the next draws need as much memory while the loop still holds this object.
         self._draws, self._logits = None, self._logits.new_empty(0)
         return outcomes
 

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape of one attention layer: KV heads, head size of K and of V (they differ in MLA), dtype of the cached values."""
+    """One attention layer: KV heads, head size of K and of V (they differ in MLA), dtype of the cached values."""
 
     num_heads: int
     k_dim: int
@@ -72,8 +72,8 @@ def blocks_for(
     count = min(budget_bytes // block_bytes, 1 + per_sequence * max_running)
     if count < 1 + per_sequence:
         raise ModelRefused(
-            f"kv_cache_bytes = {budget_bytes} holds {max(0, count - 1) * block_size} tokens, fewer than one sequence "
-            f"of context_length = {context_length}: give at least {(1 + per_sequence) * block_bytes} bytes, or a "
+            f"kv_cache_bytes = {budget_bytes} holds {max(0, count - 1) * block_size} tokens, fewer than "
+            f"context_length = {context_length}. Give at least {(1 + per_sequence) * block_bytes} bytes, or a "
             "smaller context_length."
         )
     logger.info(
@@ -97,7 +97,7 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
         try:
             limit = int((root / folder / limit_file).read_text())
             used = int((root / folder / used_file).read_text())
-            # What is cached of files counts as used and is given up when it is needed: the weights just read, say.
+            # Cached file pages (the weights just read, say) count as used, but the kernel frees them on demand.
             used -= _field(root / folder / "memory.stat", cached_field)
         except (OSError, ValueError):  # no such control group, or its limit is "max"
             continue

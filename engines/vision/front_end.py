@@ -155,7 +155,7 @@ class VisionFrontEnd:
         del module
         if self._is_recording:
             raise _Recorded(kwargs)
-        kwargs = kwargs | {"attention_mask": None}  # the paged cache is causal by itself
+        kwargs = kwargs | {"attention_mask": None}  # the paged cache is causal already
         step = self._step
         if step is None:
             return args, kwargs

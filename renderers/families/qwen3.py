@@ -23,7 +23,7 @@ _HEADER = "<|im_start|>assistant\n"
 
 
 class Qwen3Renderer:
-    """The tags are markers of the vocabulary. A model without the think tags (Qwen2.5) is served too: it never reasons."""
+    """The tags are markers of the vocabulary. A model without the think tags (Qwen2.5) never reasons."""
 
     name = "qwen3"
     supports_tools = True

@@ -27,7 +27,7 @@ MAX_TEMPLATE_LEN = 65_536
 """The longest in use have 20 000. Compiling one of this length takes up to 3 s."""
 
 MAX_PROBE_LEN = 2 * MAX_TEMPLATE_LEN
-"""What a template may write about a conversation of a few words."""
+"""How many characters a template may write for a conversation of a few words."""
 
 _FAULTS = (
     TemplateError,
@@ -42,7 +42,7 @@ _FAULTS = (
     TypeError,
     ValueError,
 )
-"""What a faulty template can raise, compiled or run: jinja compiles it to Python."""
+"""What a faulty template can raise when compiled or run, since jinja compiles it to Python."""
 
 _MAX_MESSAGE_LEN = 1000
 
@@ -176,8 +176,8 @@ class ChatTemplate:
             text = self._write(conversation, form, {"add_generation_prompt": True})
             if len(text) > MAX_PROBE_LEN:
                 raise TemplateRefused(
-                    f"The chat template writes {len(text)} characters about a conversation of a few words, "
-                    f"more than {MAX_PROBE_LEN}."
+                    f"The chat template writes {len(text)} characters for a conversation of a few words; "
+                    f"the limit is {MAX_PROBE_LEN}."
                 )
             rendered = self._encoded(text)
         except TemplateRefused:
@@ -188,14 +188,15 @@ class ChatTemplate:
             return None
         if list(rendered.token_ids) != self._backend.encode(rendered.text, add_special_tokens=False).ids:
             raise TemplateRefused(
-                "The chat template builds its special tokens in a way that cannot be told from a caller's text."
+                "The chat template builds its special tokens in a way that cannot be distinguished from a caller's "
+                "text."
             )
         return rendered
 
 
 def _compiled(source: str) -> BoundedTemplate:
     if len(source) > MAX_TEMPLATE_LEN:
-        raise TemplateRefused(f"The chat template has {len(source)} characters, more than {MAX_TEMPLATE_LEN}.")
+        raise TemplateRefused(f"The chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_LEN}.")
     try:
         return BoundedTemplate(source)
     except _FAULTS as exc:

@@ -58,7 +58,7 @@ class PromptEncoder:
         return {token_id: here[token.content][1] for token_id, token in vocabulary.items()}
 
     def encode(self, text: TracedText) -> list[int]:
-        """Raises `RenderError` if some text is not Unicode, or if this tokenizer cannot distinguish it from a marker."""
+        """Raises `RenderError` if some text is not Unicode, or this tokenizer cannot distinguish it from a marker."""
         _check_unicode(text)
         if self._nonce in text:
             raise RenderError("messages: a text holds a string that is private to this server.")

@@ -140,7 +140,7 @@ def _check_round(budget: RenderBudget, precision: Any, **_: Any) -> None:
 
 def _check_sum(budget: RenderBudget, start: Any, **_: Any) -> None:
     if not isinstance(start, int | float):  # adding lists to lists is quadratic
-        raise TooMuch("it sums up what are not numbers")
+        raise TooMuch("it sums values that are not numbers")
 
 
 _TAKING_APART = frozenset(

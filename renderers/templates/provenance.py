@@ -19,7 +19,7 @@ _TRUSTED_RUN = re.compile(rb"\x01+")
 
 
 _LONG = 100_000
-"""Longer texts lose their trust where following it takes Python a step per part."""
+"""Longer texts lose their trust in operations that need a Python step per part."""
 
 _ESCAPED = re.compile("[&<>'\"]")
 

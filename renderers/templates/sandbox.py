@@ -43,7 +43,7 @@ _METHODS: Mapping[type, frozenset[str]] = {
     list: frozenset(("copy", "count", "index")),
     tuple: frozenset(("count", "index")),
 }
-"""What a template may call on a value. Missing are those that change it and those that make much of little."""
+"""The methods that a template may call on a value. Those that change it or multiply its size are left out."""
 
 
 class TemplateRefusal(TemplateError):

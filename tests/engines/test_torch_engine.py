@@ -491,10 +491,10 @@ def test_the_context_and_the_cache_are_what_was_asked_for() -> None:
 
 def test_a_cache_that_cannot_hold_one_sequence_is_refused_with_the_bytes_it_takes() -> None:
     needed = kv_bytes("llama", 33)
-    message = f"kv_cache_bytes = {needed - 1} holds 496 tokens, fewer than one sequence of context_length = 512"
+    message = f"kv_cache_bytes = {needed - 1} holds 496 tokens, fewer than context_length = 512"
     with pytest.raises(ModelRefused, match=message) as refusal:
         DrivenEngine(engine_config("llama", kv_cache_bytes=needed - 1))
-    assert f"give at least {needed} bytes" in str(refusal.value)
+    assert f"Give at least {needed} bytes" in str(refusal.value)
     DrivenEngine(engine_config("llama", kv_cache_bytes=needed)).close()
 
 

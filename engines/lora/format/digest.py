@@ -5,7 +5,7 @@ from typing import Final
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
-PICKLE_FILE: Final = "adapter_model.bin"  # never read, whatever stands beside it
+PICKLE_FILE: Final = "adapter_model.bin"  # never read, even beside other files
 MAX_CONFIG_BYTES: Final = 1 << 20
 
 Buffer = bytes | bytearray | memoryview

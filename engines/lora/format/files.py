@@ -18,7 +18,7 @@ def read_files(directory: str, max_weights_bytes: int) -> tuple[bytearray, bytea
     if config is None or weights is None:
         if os.path.lexists(os.path.join(directory, PICKLE_FILE)):
             raise AdapterRefused(f"{PICKLE_FILE} is a pickle and is never read; save the adapter as {WEIGHTS_FILE}.")
-        raise AdapterChanged("The checkpoint's files are not there any more.")
+        raise AdapterChanged("The checkpoint's files no longer exist.")
     return config, weights
 
 

@@ -79,7 +79,7 @@ class Resolver:
         self._head = targets.head
 
     def resolve(self, path: str) -> str | None:
-        """A key of the targets, parts or experts. None when there is none, or when the path could mean more than one."""
+        """A key of the targets, parts or experts. None when there is none, or the path could mean more than one."""
         for spelling in _spellings(path):
             if spelling in self._known:
                 return spelling

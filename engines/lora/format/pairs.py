@@ -96,7 +96,9 @@ class PairBuilder:
         if pair.is_empty:
             return
         if any(matrix.ndim not in (2, 3) or not matrix.numel() for matrix in (pair.A, pair.B)):
-            raise _refused(pair, f"has the shapes {list(pair.A.shape)} and {list(pair.B.shape)}, which are no matrices")
+            raise _refused(
+                pair, f"has the shapes {list(pair.A.shape)} and {list(pair.B.shape)}, which are not matrices"
+            )
         if path is not None and path in self._targets.experts:
             self._add_parameter(pair, path)
         elif pair.depth:
@@ -148,7 +150,7 @@ class PairBuilder:
         if path not in self._targets.targets or path.rpartition(".")[2] != pair.path.rpartition(".")[2]:
             return
         if not self._config.names(path, pair.path) and not self._config.names_parameter(f"{path}.weight"):
-            raise refused(f"{printable(pair.path)} is not among the modules it targets, and has tensors in the file.")
+            raise refused(f"it does not target {printable(pair.path)}, which has tensors in the file.")
 
     def _expert_matrices(self, pair: FilePair, part: TargetPart) -> tuple[Tensor, Tensor]:
         """A [experts or 1, rank, in] and B [experts or 1, out, rank]. The file has them in the 3-D format or in the 2-D
@@ -175,7 +177,9 @@ class PairBuilder:
         experts = self._targets.experts[path]
         named = [name for name in experts.parameters if self._names_parameter(f"{path}.{name}", pair)]
         if pair.depth >= len(named):
-            raise refused(f"target_parameters does not name what {printable(pair.path)} has tensors for.")
+            raise refused(
+                f"target_parameters does not name all parameters that {printable(pair.path)} has tensors for."
+            )
         path = f"{path}.{named[-1 - pair.depth]}"
         target = self._targets.targets[path]
         rank, scale = self._config.rank_and_scale(path)
@@ -200,7 +204,7 @@ class PairBuilder:
         if path is None or self._targets.targets[self._parts(path)[0].path].kind is not TargetKind.EXPERTS:
             raise _refused(pair, "is not a module of the base model")
         if not self._config.names(pair.path):
-            raise refused(f"{printable(pair.path)} is not among the modules it targets, and has tensors in the file.")
+            raise refused(f"it does not target {printable(pair.path)}, which has tensors in the file.")
         self._single_experts.setdefault(path, {})[int(match["index"])] = pair
 
     def _stack_single_experts(self, path: str, experts: Mapping[int, FilePair]) -> None:
@@ -212,7 +216,7 @@ class PairBuilder:
         rank, scale = self._config.rank_and_scale(pairs[0].path)
         for pair in pairs:
             if self._config.rank_and_scale(pair.path) != (rank, scale) or pair.A.shape[:1] != (rank,):
-                raise _refused(pair, f"has another rank or scale than its siblings; all experts must have rank {rank}")
+                raise _refused(pair, f"has another rank or scale than the other experts; all must have rank {rank}")
             if pair.A.shape != pairs[0].A.shape or pair.B.shape != pairs[0].B.shape or pair.A.ndim != 2:
                 raise _refused(pair, f"has the shapes {list(pair.A.shape)} and {list(pair.B.shape)}")
         A, B = torch.stack([pair.A for pair in pairs]), torch.stack([pair.B for pair in pairs])
@@ -239,7 +243,7 @@ class PairBuilder:
             raise _refused(pair, f"has rank {A[-2]}; the limit is {self._max_rank}")
         placed = self._placed.setdefault(part.path, [])
         if any(_overlap(part.rows, other.rows) for other in placed):
-            raise _refused(pair, f"adapts what another module in the file adapts too: {part.path!r}")
+            raise _refused(pair, f"adapts {part.path!r}, as another module in the file does")
         placed.append(_Placed(lora, part.rows))
 
     def _combined(self, path: str, placed: Sequence[_Placed]) -> LoraPair:

@@ -92,7 +92,7 @@ class Pattern:
             try:
                 return matches(name, timeout=_MATCH_S) is not None
             except TimeoutError:
-                pass  # by the clock of the whole process: others' threads may have used it up
+                pass  # its clock is the whole process': other threads may have used the time
             except MemoryError as exc:
                 raise PatternRefused("takes too much memory to match") from exc
             finally:

@@ -129,12 +129,12 @@ def _pairs(tensors: Mapping[str, Tensor], builder: PairBuilder, targets: LoraTar
         is_embedding = parsed.role in (Role.EMBEDDING_A, Role.EMBEDDING_B)
         module = halves.setdefault((parsed.path, parsed.depth, is_embedding), {})
         if parsed.role in module:
-            raise _refused(f"{printable(name)} is there twice, with and without a prefix.")
+            raise _refused(f"{printable(name)} occurs twice, with and without a prefix.")
         module[parsed.role] = tensor
     for (path, depth, is_embedding), module in halves.items():
         A, B = (Role.EMBEDDING_A, Role.EMBEDDING_B) if is_embedding else (Role.A, Role.B)
         if A not in module or B not in module:
-            raise _refused(f"{printable(path)} has {next(iter(module))} without its partner.")
+            raise _refused(f"{printable(path)} has {next(iter(module))} without the other matrix.")
         yield FilePair(path, depth, is_embedding, module[A], module[B])
 
 

@@ -81,7 +81,7 @@ CORPUS = {
         weights=tensor_file({A: entry("F32", [0, 1 << 40, 1 << 40], 0, 0)}),
     ),
     "a large dimension beside a zero": Hostile(
-        f"{W}'{MODULE}' has the shapes [4, 0] and [1099511627776, 0], which are no matrices.",
+        f"{W}'{MODULE}' has the shapes [4, 0] and [1099511627776, 0], which are not matrices.",
         weights=tensor_file({A: entry("F32", [4, 0], 0, 0), B: entry("F32", [1 << 40, 0], 0, 0)}),
     ),
     "a shape beyond the file": Hostile(
@@ -123,7 +123,7 @@ CORPUS = {
     ),
     "NaN": Hostile(f"{W}'{B}' holds NaN or infinity.", weights=save({A: PAIR[A], B: PAIR[B] * float("nan")})),
     "no partner": Hostile(
-        f"{W}'{MODULE}' has lora_A without its partner.", weights=save({A: PAIR[A]})
+        f"{W}'{MODULE}' has lora_A without the other matrix.", weights=save({A: PAIR[A]})
     ),
     "another script": Hostile(
         f"{W}'{Q}\u0456.lora_A.weight' is not a tensor of a LoRA adapter that can be applied here.",

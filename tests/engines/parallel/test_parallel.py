@@ -192,7 +192,9 @@ def test_nobody_outlives_a_leader_that_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_split_is_refused_and_nobody_is_left() -> None:
-    with pytest.raises(ModelRefused, match="gpt_oss: transformers has no plan to spread its layers over 2 devices"):
+    with pytest.raises(
+        ModelRefused, match="tensor_parallel must be 1 for gpt_oss, not 2: transformers has no plan to split it"
+    ):
         DrivenEngine(engine_config("gpt-oss", **TWO))
     assert not followers()
 
@@ -312,5 +314,5 @@ def test_a_chunk_that_was_sent_makes_the_same_batch(
 def test_a_model_without_a_plan_is_refused() -> None:
     config = SimpleNamespace(model_type="odd", num_attention_heads=4)
     model = SimpleNamespace(tp_plan={}, config=SimpleNamespace(get_text_config=lambda: config))
-    with pytest.raises(ModelRefused, match="odd: transformers has no plan"):
+    with pytest.raises(ModelRefused, match="for odd, not 2: transformers has no plan"):
         Shards.of(model, 0, 2)

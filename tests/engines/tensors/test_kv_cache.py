@@ -29,7 +29,7 @@ def test_the_budget_is_used_up_to_what_all_sequences_can_need_and_never_exceeded
 ) -> None:
     per_sequence = -(-context_length // 16)
     if budget < (1 + per_sequence) * BLOCK_BYTES:
-        with pytest.raises(ModelRefused, match=f"give at least {(1 + per_sequence) * BLOCK_BYTES} bytes"):
+        with pytest.raises(ModelRefused, match=f"Give at least {(1 + per_sequence) * BLOCK_BYTES} bytes"):
             blocks(budget, context_length=context_length, max_running=max_running)
         return
     count = blocks(budget, context_length=context_length, max_running=max_running)

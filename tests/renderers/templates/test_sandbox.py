@@ -90,7 +90,7 @@ def test_a_template_that_does_not_compile_is_refused(source):
 
 
 def test_a_template_that_is_too_long_is_refused_with_the_limit():
-    with pytest.raises(TemplateRefused, match=f"{MAX_TEMPLATE_LEN + 1} characters, more than {MAX_TEMPLATE_LEN}"):
+    with pytest.raises(TemplateRefused, match=f"{MAX_TEMPLATE_LEN + 1} characters; the limit is {MAX_TEMPLATE_LEN}"):
         ChatTemplate(qwen_tokenizer(), "x" * (MAX_TEMPLATE_LEN + 1))
 
 
@@ -149,7 +149,7 @@ def test_a_message_of_a_megabyte_is_within_all_bounds():
 def test_a_template_that_writes_a_novel_about_a_word_is_refused_when_it_is_loaded():
     with pytest.raises(TemplateRefused) as refused:
         ChatTemplate(qwen_tokenizer(), "{{ 'a ' * 1000000 }}")
-    words = "The chat template writes 2000000 characters about a conversation of a few words, more than 131072."
+    words = "The chat template writes 2000000 characters for a conversation of a few words; the limit is 131072."
     assert str(refused.value) == words
 
 
@@ -167,7 +167,7 @@ def test_what_a_template_writes_beyond_the_context_is_not_tokenised_to_its_end()
 
 
 def test_a_template_that_hides_its_markers_is_refused_when_it_is_loaded():
-    with pytest.raises(TemplateRefused, match="cannot be told from a caller's text"):
+    with pytest.raises(TemplateRefused, match="cannot be distinguished from a caller's text"):
         ChatTemplate(qwen_tokenizer(), "{{ '<|IM_START|>' | lower }}{{ messages[0].content }}")
 
 

@@ -71,14 +71,14 @@ FIELDS: dict[str, tuple[Mapping[str, Any], str]] = {
         "layers_to_transform cannot go with",
     ),
     "layers pattern": ({"layers_pattern": "(a|b)"}, "layers_pattern must be plain names"),
-    "a target that is not named": ({"target_modules": ["k_proj"]}, "self_attn.q_proj' is not among the modules"),
-    "an expression that does not name it": ({"target_modules": r".*\.k_proj"}, "is not among the modules it targets"),
-    "an excluded target": ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "is not among the modules"),
-    "excluded by expression": ({"exclude_modules": ".*attn.*"}, "is not among the modules"),
-    "another layer": ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, "is not among the modules"),
+    "a target that is not named": ({"target_modules": ["k_proj"]}, "it does not target '.*self_attn.q_proj'"),
+    "an expression that does not name it": ({"target_modules": r".*\.k_proj"}, "it does not target"),
+    "an excluded target": ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "it does not target"),
+    "excluded by expression": ({"exclude_modules": ".*attn.*"}, "it does not target"),
+    "another layer": ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, "it does not target"),
     "no layer": (
         {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": ["blocks"]},
-        "is not among the modules",
+        "it does not target",
     ),
     "another rank": ({"r": 8}, r"has lora_A of shape \[4, 64\], the configuration says rank 8"),
     "another rank by pattern": ({"rank_pattern": {"q_proj": 2}}, "the configuration says rank 2"),
@@ -99,7 +99,7 @@ FIELDS: dict[str, tuple[Mapping[str, Any], str]] = {
     "a fuzzy expression": ({"target_modules": "(?:q_proj){e<=1}"}, r"of target_modules uses '\{' at position 10"),
     "a layer that an expression does not name": (
         {"target_modules": r".*layers\.[1-9]\..*"},
-        r"layers\.0\.self_attn\.q_proj' is not among the modules",
+        r"it does not target '.*layers\.0\.self_attn\.q_proj'",
     ),
     "dots everywhere": (
         {"rank_pattern": {f"{i:08b}".replace("0", ".").replace("1", "q"): 4 for i in range(101)}},
@@ -151,8 +151,8 @@ def _module(path: str, inputs: int, outputs: int, *lead: int) -> dict[str, torch
 
 TENSORS: dict[str, tuple[Mapping[str, torch.Tensor | None], str]] = {
     "none": ({A: None, B: None}, "it holds no LoRA tensors"),
-    "no B": ({B: None}, "q_proj' has lora_A without its partner"),
-    "no A": ({A: None}, "q_proj' has lora_B without its partner"),
+    "no B": ({B: None}, "q_proj' has lora_A without the other matrix"),
+    "no A": ({A: None}, "q_proj' has lora_B without the other matrix"),
     "integers": ({A: torch.ones(4, 64, dtype=torch.int32)}, "lora_A.weight' has dtype I32; it must be one of F64, F32"),
     "eight bits": ({A: torch.ones(4, 64).to(torch.float8_e4m3fn)}, "has dtype F8_E4M3"),
     "NaN": ({B: torch.full((128, 4), float("nan"))}, "lora_B.weight' holds NaN or infinity"),
@@ -161,13 +161,13 @@ TENSORS: dict[str, tuple[Mapping[str, torch.Tensor | None], str]] = {
     "outputs": ({B: torch.ones(64, 4)}, r"\[4, 64\] and \[64, 4\], which do not fit"),
     "ranks of A and B": ({B: torch.ones(128, 3)}, r"\[4, 64\] and \[128, 3\], which do not fit"),
     "three dimensions": ({A: torch.ones(1, 4, 64), B: torch.ones(1, 128, 4)}, r"has lora_A of shape \[1, 4, 64\]"),
-    "one dimension": ({A: torch.ones(4)}, r"has the shapes \[4\] and \[128, 4\], which are no matrices"),
-    "no dimension": ({A: torch.ones(())}, r"has the shapes \[\] and \[128, 4\], which are no matrices"),
-    "flat B": ({B: torch.ones(4)}, r"\[4, 64\] and \[4\], which are no matrices"),
-    "no values": ({A: torch.ones(4, 0)}, r"q_proj' has the shapes \[4, 0\] and \[128, 4\], which are no matrices"),
+    "one dimension": ({A: torch.ones(4)}, r"has the shapes \[4\] and \[128, 4\], which are not matrices"),
+    "no dimension": ({A: torch.ones(())}, r"has the shapes \[\] and \[128, 4\], which are not matrices"),
+    "flat B": ({B: torch.ones(4)}, r"\[4, 64\] and \[4\], which are not matrices"),
+    "no values": ({A: torch.ones(4, 0)}, r"q_proj' has the shapes \[4, 0\] and \[128, 4\], which are not matrices"),
     "no rank": (
         {A: torch.ones(0, 64), B: torch.ones(128, 0)},
-        r"q_proj' has the shapes \[0, 64\] and \[128, 0\], which are no matrices",
+        r"q_proj' has the shapes \[0, 64\] and \[128, 0\], which are not matrices",
     ),
     "DoRA magnitude": ({f"{Q}.lora_magnitude_vector": torch.ones(128)}, "lora_magnitude_vector' is not a tensor of"),
     "bias of B": ({f"{Q}.lora_B.bias": torch.ones(128)}, "lora_B.bias' is not a tensor of"),
@@ -283,5 +283,5 @@ def test_parameters_that_the_configuration_does_not_name_are_refused(tmp_path: P
     save_with_peft(random_model("qwen3-moe"), config, tmp_path)
     raw = json.loads((tmp_path / CONFIG_FILE).read_text())
     (tmp_path / CONFIG_FILE).write_text(json.dumps({**raw, "target_parameters": ["experts.gate_up_proj"]}))
-    with pytest.raises(AdapterRefused, match="target_parameters does not name what"):
+    with pytest.raises(AdapterRefused, match="target_parameters does not name all parameters"):
         read(tmp_path, targets_of("qwen3-moe"))
