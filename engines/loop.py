@@ -48,7 +48,7 @@ class Runner(Protocol):
 
 
 class AdapterLoads(Protocol):
-    """What the loop needs of the adapter cache beyond what the scheduler does."""
+    """The part of the adapter cache that the loop needs and the scheduler does not."""
 
     def want(self, adapter: Adapter) -> None: ...
     def unwant(self, adapter: Adapter) -> None: ...

@@ -125,7 +125,7 @@ def attend_span(
     images: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """Consecutive tokens of one sequence, from position `first`: q [length, heads, k_dim], k and v [S, kv_heads, dim]
-    from position 0 -> [length, heads, v_dim]. `images`: as of `Span`.
+    from position 0 -> [length, heads, v_dim]. `images`: see `Span`.
     """
     length, heads, k_dim = q.shape
     kv_heads = k.shape[1]

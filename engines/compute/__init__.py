@@ -1,1 +1,1 @@
-"""How a batch is computed: the model runner and its compute paths, and the model put together and tested."""
+"""How a batch is computed: the model runner, its compute paths, and the assembly and test of a model."""

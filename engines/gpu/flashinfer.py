@@ -81,7 +81,7 @@ class FlashInferBackend(PrefillBackend):
 
 
 def _plan(wrapper: Any, kind: _Kind, layout: PagedLayout, block_size: int) -> None:
-    """What flashinfer looks at on the host is given to it there."""
+    """flashinfer gets on the host the values that it reads on the host."""
     starts, sequence, place = spread([-(-end // block_size) for end in layout.ends], layout.block_tables.device)
     wrapper.plan(
         torch.tensor([0, *accumulate(layout.lengths)], dtype=torch.int32),

@@ -30,7 +30,7 @@ Run = Callable[[], object]
 
 class Capture(Protocol):
     def __call__(self, compute: Run) -> Run:
-        """What does again what `compute` did, on what its inputs hold then."""
+        """Returns a call that repeats what `compute` did, on the content of its inputs at that time."""
 
 
 class CudaCapture:

@@ -255,7 +255,7 @@ def expand_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """y [T, OUT] += B narrow, for each row the B of its slot, which lies transposed: [rank, OUT]."""
+    """y [T, OUT] += B narrow, for each row the B of its slot, which is stored transposed: [rank, OUT]."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if slot >= 0:

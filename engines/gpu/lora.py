@@ -73,7 +73,9 @@ class SlotTables:
         self._held: dict[int, Mapping[int, LoraPair]] = {}  # what the pointers point to
 
     def put(self, slot: int, pairs: Mapping[int, LoraPair]) -> None:
-        """The pairs of one adapter by the module's number: as of `device_layout`, of at most `max_rank`."""
+        """The pairs of one adapter by the module's number, laid out as by `device_layout`. Their rank is at most
+        `max_rank`.
+        """
         pointers = torch.zeros(self._pointers.shape[:2], dtype=torch.int64)
         ranks = torch.zeros(self._ranks.shape[0], dtype=torch.int32)
         scales = torch.zeros(self._scales.shape[0], dtype=torch.float32)
@@ -92,7 +94,7 @@ class SlotTables:
     def add(
         self, module: int, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """y [..., out] += scale * B A x [..., in], by the `slots` [T] of the rows; -1 for none. `tiles` as of
+        """y [..., out] += scale * B A x [..., in], by the `slots` [T] of the rows; -1 for none. `tiles`: see
         `tiles_of`, if there are any.
         """
         kernels, starts = (_BY_ROW, (slots,)) if tiles is None else (_BY_TILE, (tiles, slots))
@@ -149,7 +151,7 @@ class RowAdapters(AdapterModules):
         max_rank: int,
         **rest: Any,
     ) -> None:
-        """`rest`: as of `AdapterModules`."""
+        """`rest`: see `AdapterModules`."""
         super().__init__(model, context, adaptable=adaptable, **rest)
         linear = sorted(
             path

@@ -22,7 +22,7 @@ class PrefillBackend(TritonBackend):
     def prefill(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention, layout: PagedLayout
     ) -> torch.Tensor:
-        """As of `gpu.attention.attend`, by the library."""
+        """The same as `gpu.attention.attend`, computed by the library."""
         raise NotImplementedError
 
     def compute(

@@ -120,8 +120,8 @@ class VarlenBackend(PrefillBackend):
         return out
 
     def _places(self, layout: PagedLayout, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each sequence's keys begin among all of them [n + 1] int32, and where those lie in the cache: the same
-        for all layers.
+        """Where each sequence's keys begin among all keys [n + 1] int32, and where those lie in the cache. The same for
+        all layers.
         """
         if self._gathered is None or self._gathered[0] is not layout:
             device = layout.kv_lens.device

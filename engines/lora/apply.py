@@ -63,9 +63,9 @@ AddByRow = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | No
 
 
 class LoraLinear(_Wrapper):
-    """x [1, rows, in] -> [1, rows, out]; rows as numbered in the context, those of the output head by themselves.
+    """x [1, rows, in] -> [1, rows, out]. Rows are numbered as in the context; those of the output head separately.
 
-    `by_row`: what adds the adapters while `AdapterContext.by_row` is set.
+    `by_row`: adds the adapters while `AdapterContext.by_row` is set.
     """
 
     by_row: AddByRow | None = None
@@ -179,7 +179,7 @@ class AdapterModules:
             pairs.pop(slot, None)
 
     def wrap_linear(self, path: str) -> LoraLinear:
-        """The wrapper of a linear layer, which is put there if there is none."""
+        """The wrapper of a linear layer; it is created if there is none."""
         base = self._model.get_submodule(path)
         if not isinstance(base, LoraLinear):
             base = LoraLinear(base, self._context, is_head=path == self._head, sum_up=self._sum_up(path))

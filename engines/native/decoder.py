@@ -180,7 +180,7 @@ class _Arrays:
 
 
 def _require_memory(done: int | None, what: str) -> None:
-    """`done`: 0 or NULL when the kernels had none."""
+    """`done`: 0 or NULL when the kernels could not allocate memory."""
     if not done:
         raise MemoryError(f"no memory for {what}")
 

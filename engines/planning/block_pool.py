@@ -18,8 +18,8 @@ TRASH_BLOCK = 0
 
 
 def prefix_hash(parent: bytes, token_ids: Sequence[int], salt: str = "") -> bytes:
-    """Hash of a block given the hash of all before it. The chain starts from `salt_hash`. `salt`: what K and V of the
-    block depend on beside its tokens.
+    """Hash of a block given the hash of all before it. The chain starts from `salt_hash`. `salt`: whatever K and V of
+    the block depend on beside its tokens.
     """
     digest = blake2b(parent, digest_size=16)
     digest.update(array("q", token_ids).tobytes())

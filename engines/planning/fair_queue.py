@@ -110,7 +110,7 @@ class FairQueue:
                 yield tenant.waiting[digest][0]
 
     def admit(self, sequence: TokenSequence, tokens: int) -> None:
-        """A waiting sequence stops waiting. It is charged what has to be computed for it now."""
+        """A waiting sequence stops waiting. It is charged the tokens that have to be computed for it now."""
         self.remove(sequence)
         name = sequence.request.tenant
         self._shares.admit(name)

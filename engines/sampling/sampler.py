@@ -51,7 +51,7 @@ class Sampled:
 
 
 def sample(logits: torch.Tensor, sequences: Sequence[TokenSequence], *, candidates: int | None = None) -> list[Sampled]:
-    """One token per row of `logits` [rows, vocab], any float dtype; `candidates` as of `Draws`."""
+    """One token per row of `logits` [rows, vocab], any float dtype; `candidates`: see `Draws`."""
     return Draws(logits, sequences, candidates=candidates).collect()
 
 
@@ -153,7 +153,9 @@ class Draws:
                 return token_id, num_kept
 
     def _score(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As of `_score`, of the temperature-scaled distribution before truncation, for the rows that want it."""
+        """The same as the function `_score`, for the rows that want it, under the temperature-scaled distribution
+        before truncation.
+        """
         own = [self._params[row] for row in self._wanted]
         scaled = _scale(rows_of(self._logits, self._wanted), [p.temperature for p in own])
         return _score(scaled, token_ids, max(p.logprobs or 0 for p in own))

@@ -88,7 +88,7 @@ class VisionFrontEnd:
         )
 
     def _record(self, ids: torch.Tensor, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the model hands to its language model for these tokens."""
+        """The model's inputs to its language model for these tokens."""
         self._is_recording = True
         self._forget_positions()
         try:

@@ -53,7 +53,7 @@ class _OverBounds(RenderError):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as text, with what the template wrote itself marked, and as token ids."""
+    """A prompt as text, with the template's own characters marked, and as token ids."""
 
     text: TracedText
     token_ids: tuple[int, ...]

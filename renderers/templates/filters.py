@@ -44,7 +44,7 @@ def to_json(
 
 @pass_environment
 def join(environment: Environment, value: Iterable[Any], d: str = "", attribute: int | str | None = None) -> str:
-    """jinja's, but it keeps the trust of what it joins."""
+    """jinja's `join`, but the trust of the joined texts is kept."""
     if attribute is not None:
         value = map(make_attrgetter(environment, attribute), value)
     separator = str(d)

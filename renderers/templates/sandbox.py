@@ -138,7 +138,9 @@ class _Generator(CodeGenerator):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`: what it encloses. (transformers finds the assistant's tokens by it.)"""
+    """`{% generation %}…{% endgeneration %}`: renders its content. (transformers uses the tag to find the assistant's
+    tokens.)
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the type that jinja declares
 
@@ -224,7 +226,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _BUDGET.get().admit(value)
 
     def shown(self, value: Any) -> str:
-        """What `str` is in an ordinary environment: a value as it is printed."""
+        """Replaces the `str` of an ordinary environment: a value as it is printed."""
         text = str(value)
         return text if isinstance(value, str) else self.admit(text)
 

@@ -122,8 +122,8 @@ def _weight(text: str) -> int:
 
 
 def _item(token: re.Match[str], sums: list[int], item: int) -> int:
-    """Adds the token to `sums`, the weights of the groups that are open. `item`: the weight of what a repetition here
-    would repeat. Returns that of what it would repeat after the token.
+    """Adds the token to `sums`, the weights of the open groups. `item`: the weight that a repetition here would repeat.
+    Returns the weight that a repetition after the token would repeat.
     """
     _check(token)
     match token.lastgroup:

@@ -171,7 +171,7 @@ def _expert_parts(
 def _split_projections(
     path: str, module: nn.Module, linears: Mapping[str, nn.Linear]
 ) -> Iterator[tuple[str, TargetPart]]:
-    """Projections that the model fuses and some checkpoints keep apart: those of gated delta nets and of Mamba."""
+    """Projections that the model fuses and some checkpoints keep apart, in gated delta nets and Mamba layers."""
     sizes = vars(module)
     match linears, sizes:
         case {"in_proj_qkv": fused}, {"key_dim": int(key), "value_dim": int(value)}:

@@ -162,7 +162,7 @@ def _blank(text: str, position: int) -> int:
 
 
 def _expect(text: str, position: int, sign: str) -> int:
-    """Where what follows the sign begins."""
+    """The position after the sign, where the next value begins."""
     position = _blank(text, position)
     if text[position : position + 1] != sign:
         raise TensorFileError(f"its header is not a JSON object: {sign!r} is missing at character {position}.")
