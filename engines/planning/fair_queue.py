@@ -7,9 +7,9 @@ that have to be computed then. An output token is charged when it is computed. T
 The clock is the counter of the tenant or adapter admitted last. A counter is raised to the clock before it is charged.
 So neither idling nor waiting for an adapter earns credit (as in start-time fair queueing, Goyal et al., SIGCOMM 1996).
 
-The bound: while two tenants both have a waiting request that could be admitted, their charges differ by at most 2 * (P
-+ R * O) tokens. P is the most that one admission computes, R is `max_running`, O is the most output tokens of one
-request. The same holds between two adapters of one tenant.
+The bound: while two tenants both have a waiting request that could be admitted, their charges differ by at most
+2 * (P + R * O) tokens. P is the most that one admission computes, R is `max_running`, O is the most output tokens of
+one request. The same holds between two adapters of one tenant.
 """
 
 from collections import deque
