@@ -1,6 +1,7 @@
 """Every sample of the four documents that the API reproduces, run as it stands, against the whole service.
 
-The sample with an image in `prompt_chunks` comes with the first vision model. The samples of tool calls and of several
+The sample with an image in `prompt_chunks` is in
+`tests/serve_app/images/test_real_pixels.py`. The samples of tool calls and of several
 turns also run against a real model, in `e2e/test_torch_service.py`; the one for openai-node is in `clients/`.
 """
 

@@ -16,6 +16,7 @@ from engines.torch_engine import TorchEngine
 from tests.support.harness import KEY, RunningEdge, config_for, running_edge
 from tests.support.image_files import data_url, encoded, picture
 from tests.support.readme_blocks import ROOT
+from tests.support.sample_code import environment, run_python, sample
 
 MODELS = {
     "tiny/Qwen": ROOT / "cluster" / "examples" / "tiny-vision",
@@ -203,3 +204,46 @@ def test_an_image_without_its_frame_is_refused_with_its_place(seeing: tuple[Runn
     assert error["message"].startswith("prompt_chunks[1] must have the image token 3 right before it, got token ")
     alone = complete(edge, model, whole[1:2]).json()["error"]
     assert alone["message"] == "prompt_chunks[0] must have the image token 3 right before it, got no token."
+
+
+def test_the_documents_sample_of_an_image_runs_as_it_stands(
+    seeing: tuple[RunningEdge, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edge, model = seeing
+    for name, value in environment(KEY).items():
+        monkeypatch.setenv(name, value)
+    code = sample("text_images.py", host=f"http://127.0.0.1:{edge.port}", chat_model=model)
+    before, image, after = prompt_chunks(model, WHICH, url_of("blue"))
+    code = code.replace("data:image/png;base64,...", image["image_url"]["url"])
+    run_python(code, before_image=before["tokens"], after_image=after["tokens"])
+    assert capsys.readouterr().out.strip(), "it asks for no temperature, so the words may differ"
+    edge.wait_until_idle()
+    counted = edge.recorder.ended[-1].prompt_tokens - len(before["tokens"]) - len(after["tokens"])
+    assert counted == (16 if model == "tiny/Llava" else 30), "the image's tokens are counted"
+
+
+def test_a_tools_result_may_hold_an_image(seeing: tuple[RunningEdge, str]) -> None:
+    edge, model = seeing
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": url_of("red")}}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [image]},
+        {"role": "user", "content": WHICH},
+    ]
+    reply = client_of(edge).chat.completions.create(
+        model=model,
+        messages=messages,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=8,
+    )
+    without = client_of(edge).chat.completions.create(
+        model=model,
+        messages=[*messages[:2], {**messages[2], "content": "red"}, messages[3]],  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=8,
+    )
+    assert reply.usage is not None
+    assert without.usage is not None
+    assert reply.usage.prompt_tokens - without.usage.prompt_tokens > 10, "the image has its tokens in the prompt"
