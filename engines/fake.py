@@ -202,6 +202,8 @@ class FakeEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         prompt, config = request.prompt_token_ids, self._config
+        if request.images:
+            raise RequestRefused("images", "This model takes no images.")
         if not prompt:
             raise RequestRefused("prompt", "prompt must have at least one token.")
         worst = next((token for token in prompt if not 0 <= token < config.vocab_size), None)

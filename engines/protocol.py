@@ -57,9 +57,13 @@ class Adapter:
     directory: str
 
 
+BFLOAT16 = "bfloat16"
+"""A `HostTensor.dtype` that numpy does not have."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostTensor:
-    """A tensor in host memory: `data` holds `shape` values of the numpy type `dtype`, in C order."""
+    """A tensor in host memory: `data` holds `shape` values of the numpy type `dtype`, or `BFLOAT16`, in C order."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -99,6 +99,7 @@ def images(args: dict[str, object]) -> Application:
     preprocessor = serve.deployment(ImagePreprocessor).options(
         name=IMAGE_DEPLOYMENT,
         max_ongoing_requests=parsed.max_ongoing_requests,
+        max_queued_requests=_QUEUED_PER_CAPACITY * parsed.max_ongoing_requests,
         ray_actor_options={
             "num_cpus": parsed.cpus_per_replica,
             # Ray leaves the first alone for actors without devices: they would see all of them.

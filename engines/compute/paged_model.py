@@ -55,7 +55,7 @@ class PagedModel:
         """
         register()
         targets = LoraTargets.of(loaded.model)
-        language_model = language_model_of(loaded.model)
+        language_model = language_model_of(loaded.model) if loaded.takes_images else None
         (loaded.model if language_model is None else language_model).set_attn_implementation(NAME)
         vision = None
         if language_model is not None:
@@ -110,7 +110,8 @@ class PagedModel:
         rows are in the batch first.
         """
         if self.vision is not None:
-            self.vision.prepare(batch)
+            with self.context.without_adapters():
+                self.vision.prepare(batch)
         return _run(self.loaded.model, batch, logit_rows, backend)
 
 

@@ -53,6 +53,17 @@ class AdapterContext:
         finally:
             self.slots, self._rows = whole
 
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside it, no row has an adapter. For a forward over other rows than those of the batch."""
+        whole = self.slots, self.head_slots, self.by_row, self.tiles, self._rows, self._head_rows
+        self.slots = self.head_slots = self.tiles = None
+        self.by_row, self._rows, self._head_rows = False, (), ()
+        try:
+            yield
+        finally:
+            self.slots, self.head_slots, self.by_row, self.tiles, self._rows, self._head_rows = whole
+
     @property
     def rows(self) -> tuple[AdapterRows, ...]:
         if self._rows is None:

@@ -25,7 +25,9 @@ KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"}) | recurre
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`model` is a `PreTrainedModel`. `context_length`, in tokens, is what the model was trained for."""
+    """`model` is a `PreTrainedModel`. `context_length`, in tokens, is what the model was trained for.
+    `takes_images`: its vision tower is used.
+    """
 
     model: Any
     config: Any
@@ -33,6 +35,7 @@ class LoadedModel:
     dtype: torch.dtype
     vocab_size: int
     context_length: int
+    takes_images: bool = False
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -49,8 +52,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         options["distributed_config"] = DistributedConfig(tp_size=config.tensor_parallel)
     dtype = _dtype(config, hf_config)
     logger.info("loading %s as %s on %s", config.source, dtype, device)
+    with_images = takes_images(hf_config, config)
     try:
-        loader = AutoModelForImageTextToText if takes_images(hf_config, config) else AutoModelForCausalLM
+        loader = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
         model = loader.from_pretrained(folder, dtype=dtype, **options).eval()
         if config.tensor_parallel == 1:  # else each process' part lies on its device
             model = model.to(device)
@@ -58,13 +62,21 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise ModelRefused(f"{config.source!r} cannot be loaded: {exc}") from exc
     model.requires_grad_(False)
     text = model.config.get_text_config()
-    return LoadedModel(model, text, device, dtype, _vocab_size(model), _context_length(text))
+    return LoadedModel(model, text, device, dtype, _vocab_size(model), _context_length(text), with_images)
 
 
 def takes_images(hf_config: Any, config: EngineConfig) -> bool:
-    """Whether the model is served with its vision tower. Exact and tensor-parallel engines serve its text alone."""
-    has_tower = getattr(hf_config, "vision_config", None) is not None
-    return has_tower and not config.exact and config.tensor_parallel == 1
+    """Whether the model is served with its vision tower. Exact and tensor-parallel engines serve its text alone. Raises
+    `ModelRefused` where transformers has no class for the text of such a model alone.
+    """
+    if getattr(hf_config, "vision_config", None) is None:
+        return False
+    if not config.exact and config.tensor_parallel == 1:
+        return True
+    if type(hf_config) not in AutoModelForCausalLM._model_mapping:
+        what = "exact" if config.exact else "tensor_parallel"
+        raise ModelRefused(f"{what} is not possible for {hf_config.model_type}: it is a vision model.")
+    return False
 
 
 def check_source(config: EngineConfig) -> None:

@@ -1,7 +1,7 @@
 """The vision tower's features of an image, kept for later requests with the same image."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -24,24 +24,20 @@ class ImageFeatures:
 
 
 class FeatureCache:
-    """Features by the image's digest, least recently used dropped first. The last one is always kept."""
+    """Features by the image's digest and tokens, least recently used dropped first. The last one is always kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._features: OrderedDict[str, ImageFeatures] = OrderedDict()
-        self.hits = 0
-        self.misses = 0
+        self._features: OrderedDict[Hashable, ImageFeatures] = OrderedDict()
 
-    def get(self, digest: str, encode: Callable[[], ImageFeatures]) -> ImageFeatures:
+    def get(self, key: Hashable, encode: Callable[[], ImageFeatures]) -> ImageFeatures:
         """Raises what `encode` raises."""
-        found = self._features.get(digest)
+        found = self._features.get(key)
         if found is not None:
-            self.hits += 1
-            self._features.move_to_end(digest)
+            self._features.move_to_end(key)
             return found
-        self.misses += 1
-        features = self._features[digest] = encode()
+        features = self._features[key] = encode()
         self._num_bytes += features.num_bytes
         while self._num_bytes > self._max_bytes and len(self._features) > 1:
             _, dropped = self._features.popitem(last=False)

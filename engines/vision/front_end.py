@@ -16,7 +16,7 @@ import torch
 from engines.errors import ModelRefused
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import TokenSequence
-from engines.protocol import HostTensor, PromptImage
+from engines.protocol import BFLOAT16, HostTensor, PromptImage
 from engines.tensors.batch import StepBatch
 from engines.tensors.transfer import to_device
 from engines.vision.features import FeatureCache, ImageFeatures
@@ -74,7 +74,7 @@ class VisionFrontEnd:
 
     def _features(self, sequence: TokenSequence, image: PromptImage) -> ImageFeatures:
         token_ids = sequence.token_ids[image.start : image.start + image.length]
-        return self.cache.get(image.digest, lambda: self._encode(token_ids, image.tensors))
+        return self.cache.get((image.digest, tuple(token_ids)), lambda: self._encode(token_ids, image.tensors))
 
     def _encode(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> ImageFeatures:
         ids = to_device([token_ids], self._device)
@@ -111,6 +111,12 @@ class VisionFrontEnd:
         return {"mm_token_type_ids": (ids == self._feature_id).int()}
 
     def _tensor(self, tensor: HostTensor) -> torch.Tensor:
+        if tensor.dtype == BFLOAT16:
+            return (
+                torch.frombuffer(bytearray(tensor.data), dtype=torch.bfloat16)
+                .view(tensor.shape)
+                .to(self._device, self._dtype)
+            )
         array = np.frombuffer(bytearray(tensor.data), dtype=np.dtype(tensor.dtype)).reshape(tensor.shape)
         found = torch.from_numpy(array).to(self._device)
         return found.to(self._dtype) if found.is_floating_point() else found

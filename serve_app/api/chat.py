@@ -25,7 +25,7 @@ async def prepare_chat(edge: Edge, ticket: Ticket, body: ChatBody, target: Resol
     cost_us = ticket.body_bytes * VALIDATE_US_PER_BYTE
     request = await edge.workers.run(cost_us, validate_chat, body, target, edge.limits)
     prompt = await edge.workers.run(_render_us(request, target, ticket.body_bytes), _render, request, target)
-    filled = await _with_images(edge, target, request, prompt)
+    filled = await _with_images(edge, ticket, target, request, prompt)
     head = new_head("chatcmpl", target, request.options, filled.token_ids)
     reply = Reply(
         TextReader(target.model.table.detokenizer(prompt.token_ids), _stop_strings(request)),
@@ -44,10 +44,12 @@ async def prepare_chat(edge: Edge, ticket: Ticket, body: ChatBody, target: Resol
     )
 
 
-async def _with_images(edge: Edge, target: ResolvedModel, request: ChatRequest, prompt: RenderedPrompt) -> ImagePrompt:
+async def _with_images(
+    edge: Edge, ticket: Ticket, target: ResolvedModel, request: ChatRequest, prompt: RenderedPrompt
+) -> ImagePrompt:
     if not request.images:
         return ImagePrompt(prompt.token_ids)
-    frame, images = await prepare_images(edge, target, request.images)
+    frame, images = await prepare_images(edge, ticket, target, request.images)
     return fill_placeholders(prompt.token_ids, frame, images)
 
 

@@ -24,7 +24,7 @@ async def prepare_completion(edge: Edge, ticket: Ticket, body: CompletionBody, t
     """Raises `InvalidRequest`."""
     request = validate_completion(body, target, edge.limits)
     prompt = await _prompt(request, target, edge.workers)
-    filled = await _with_images(edge, target, request, prompt)
+    filled = await _with_images(edge, ticket, target, request, prompt)
     head = new_head("cmpl", target, request.options, None if request.chunks else prompt.token_ids)
     reader = TextReader(
         target.model.table.detokenizer(prompt.token_ids),
@@ -46,12 +46,12 @@ async def prepare_completion(edge: Edge, ticket: Ticket, body: CompletionBody, t
 
 
 async def _with_images(
-    edge: Edge, target: ResolvedModel, request: CompletionRequest, prompt: PromptTokens
+    edge: Edge, ticket: Ticket, target: ResolvedModel, request: CompletionRequest, prompt: PromptTokens
 ) -> ImagePrompt:
     urls = [chunk for chunk in request.chunks if isinstance(chunk, ImageUrl)]
     if not urls:
         return ImagePrompt(prompt.token_ids)
-    frame, images = await prepare_images(edge, target, urls)
+    frame, images = await prepare_images(edge, ticket, target, urls)
     waiting = iter(images)
     return join_chunks([next(waiting) if isinstance(c, ImageUrl) else c for c in request.chunks], frame)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from serve_app.api.answer import Edge
+from serve_app.api.ticket import Ticket
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.paths import resolve_source
 from serve_app.config.service import LimitsConfig
@@ -12,9 +13,11 @@ from serve_app.images.preparing import ImageUrl, accepted
 
 
 async def prepare_images(
-    edge: Edge, target: ResolvedModel, urls: Sequence[ImageUrl]
+    edge: Edge, ticket: Ticket, target: ResolvedModel, urls: Sequence[ImageUrl]
 ) -> tuple[Frame, tuple[PreparedImage, ...]]:
-    """The images in their order, and how the model marks them. Raises `InvalidRequest` or a `ServingError`."""
+    """The images in their order, and how the model marks them. Raises `InvalidRequest`, a
+    `LimitReached` or a `ServingError`.
+    """
     if edge.images is None:
         raise InvalidRequest(f"{urls[0].param} is an image, and this service prepares none.", urls[0].param)
     config = target.model.config
@@ -23,10 +26,13 @@ async def prepare_images(
         revision=config.revision,
         urls=tuple(url.url for url in urls),
         limits=_limits(edge.limits),
+        total_bytes=edge.limits.image_tensor_bytes,
         fetch=config.fetch_images,
     )
     prepared = await edge.images.prepare(order)
-    return prepared.frame, accepted(prepared, urls)
+    images = accepted(prepared, urls)
+    ticket.hold_images(sum(image.num_bytes for image in images))
+    return prepared.frame, images
 
 
 def _limits(limits: LimitsConfig) -> ImageLimits:

@@ -16,11 +16,17 @@ class Ticket:
     lease: Lease
     record: RequestRecord
     body_bytes: int = 0
+    image_bytes: int = 0
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
 
+    def hold_images(self, num_bytes: int) -> None:
+        """Hold so many bytes of prepared images besides the body. As `Lease.hold`."""
+        self.image_bytes = num_bytes
+        self.hold(0)
+
     def hold(self, reply_bytes: int) -> None:
-        """Hold so many bytes for the reply besides the body. As `Lease.hold`."""
-        self.lease.hold(self.body_bytes + reply_bytes)
+        """Hold so many bytes for the reply besides body and images. As `Lease.hold`."""
+        self.lease.hold(self.body_bytes + self.image_bytes + reply_bytes)
 
     def reserve(self, num_prompt: int, asked: int | None, most: int) -> None:
         """As `Lease.reserve`, before the engine gets the prompt. Who hangs up before the first token has used it all

@@ -54,7 +54,10 @@ class LimitsConfig(Section):
     stop_characters: Annotated[Count, Doc("Characters of one stop string.")] = 1024
     logit_bias_entries: Annotated[Count, Doc("Entries of `logit_bias`.")] = 1024
     images: Annotated[Count, Doc("Images of a request.")] = 16
-    image_bytes: Annotated[Count, Doc("Bytes of an image file.")] = 20 * 2**20
+    image_bytes: Annotated[Count, Doc("Bytes of an image file; `body_bytes` bounds a data URL too.")] = 20 * 2**20
+    image_tensor_bytes: Annotated[
+        Count, Doc("Bytes of all prepared images of a request; they travel to the model in one message.")
+    ] = 192 * 2**20
     image_pixels: Annotated[Count, Doc("Pixels of an image, judged before it is decoded.")] = 32 * 2**20
     image_side: Annotated[Count, Doc("Pixels of the longer side of an image.")] = 16_384
     first_token_timeout_s: Annotated[Seconds, Doc("Longest wait for the first token; then 503.")] = 120.0

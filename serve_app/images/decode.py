@@ -48,9 +48,10 @@ def decode(content: bytes, limits: ImageLimits, declared: str | None = None) -> 
 
 
 def _check(image: Image.Image, limits: ImageLimits, declared: str | None) -> None:
-    assert image.format is not None
-    if declared is not None and MEDIA_TYPES[declared] != image.format:
-        raise ImageRefused(f"is declared as {declared}, but its bytes are {_NAMES[image.format]}")
+    kind = "JPEG" if image.format == "MPO" else image.format  # a JPEG with more pictures behind the first
+    assert kind is not None
+    if declared is not None and MEDIA_TYPES[declared] != kind:
+        raise ImageRefused(f"is declared as {declared}, but its bytes are {_NAMES[kind]}")
     width, height = image.size
     if max(width, height) > limits.side:
         raise ImageRefused(f"must have at most {limits.side} pixels a side, got {width} x {height}")

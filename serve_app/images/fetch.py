@@ -6,6 +6,7 @@ now and to a private one a moment later gains nothing.
 
 import asyncio
 import ipaddress
+import re
 import socket
 import ssl
 from collections.abc import Callable
@@ -25,11 +26,15 @@ _MAX_URL_CHARACTERS = 4096
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 """An IPv4 address stands in the last 32 bits of these (RFC 6052)."""
+_NEVER = tuple(map(ipaddress.ip_network, ("64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96", "fec0::/10")))
+"""Local translation to IPv4, and ranges of the past: `ipaddress` takes them for public."""
 
 
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the open internet's, and so is one that it carries."""
     found = ipaddress.ip_address(address.partition("%")[0])
+    if any(found in network for network in _NEVER):
+        return False
     if found in _NAT64:
         return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
     mapped = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
@@ -80,7 +85,9 @@ class Fetcher:
             raise ImageRefused("must be a data URL or an https URL without a user name")
         try:
             address = str(ipaddress.ip_address(place.host))
-        except ValueError:
+        except ValueError as exc:
+            if re.fullmatch(r"[0-9a-fx.]*", place.host, re.IGNORECASE) and place.host[-1].isdigit():
+                raise ImageRefused("must be at a public address") from exc  # 127.1, 0x7f000001: an address all the same
             return place  # a name: `_Resolver` judges what it resolves to
         if not self.is_allowed(address):
             raise ImageRefused("must be at a public address")

@@ -71,6 +71,7 @@ class RayImages:
         except DeploymentUnavailableError as exc:
             raise ImagesUnavailable(f"The image application {self._app!r} failed to deploy.") from exc
         except asyncio.CancelledError:
-            response.cancel()
+            # Not at once: Serve misses a call that was assigned to a process in this very turn of the loop.
+            asyncio.get_running_loop().call_soon(response.cancel)
             raise
         return found

@@ -20,12 +20,14 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageOrder:
-    """The images of one request, for one model. `fetch`: whether `https://` URLs may be followed."""
+    """The images of one request, for one model. `total_bytes`: of the tensors of all of them.
+    `fetch`: whether `https://` URLs may be followed."""
 
     source: str
     revision: str | None
     urls: tuple[str, ...]
     limits: ImageLimits
+    total_bytes: int = 192 * 2**20
     fetch: bool = False
 
 
@@ -47,19 +49,30 @@ class PreparedImage:
             content.update(tensor.data)
         return cls(token_ids, tensors, content.hexdigest())
 
-    def at(self, start: int, length: int) -> PromptImage:
-        return PromptImage(start, length, self.digest, self.tensors)
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(tensor.data) for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """How a model marks images. `placeholder_id`: the token that its chat template writes for one. `start_id`,
-    `end_id`: the special tokens that stand right before and right after an image's own tokens; None for none.
+    """How a model marks images. `placeholder_id`: the token that its chat template writes for one. `feature_id`: the
+    token in whose place a feature of the vision tower goes. `start_id`, `end_id`: the special tokens right before and
+    right after an image's own tokens; None for none.
     """
 
     placeholder_id: int
+    feature_id: int
     start_id: int | None
     end_id: int | None
+
+    def place(self, image: PreparedImage, start: int, token_ids: tuple[int, ...]) -> PromptImage:
+        """The image whose tokens, these, begin at `start` of a prompt: from its first feature to its last. So it is the
+        same with its frame and without.
+        """
+        first = token_ids.index(self.feature_id)
+        last = len(token_ids) - 1 - token_ids[::-1].index(self.feature_id)
+        return PromptImage(start + first, last + 1 - first, image.digest, image.tensors)
 
     def inner(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """An image's token ids without its frame, where that is a part of them."""

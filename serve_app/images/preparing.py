@@ -52,7 +52,7 @@ def fill_placeholders(token_ids: Sequence[int], frame: Frame, images: Sequence[P
         if image is None:
             found.append(token_id)
             continue
-        placed.append(image.at(len(found), len(image.token_ids)))
+        placed.append(frame.place(image, len(found), image.token_ids))
         found += image.token_ids
     if len(placed) != len(images):
         raise InvalidRequest(
@@ -70,6 +70,7 @@ def join_chunks(parts: Sequence[tuple[int, ...] | PreparedImage], frame: Frame) 
     placed: list[PromptImage] = []
     for index, part in enumerate(parts):
         if not isinstance(part, PreparedImage):
+            _check_tokens(index, part, frame)
             found += part
             continue
         before = found[-1] if found else None
@@ -78,9 +79,18 @@ def join_chunks(parts: Sequence[tuple[int, ...] | PreparedImage], frame: Frame) 
         _check_frame(index, "before", frame.start_id, before)
         _check_frame(index, "after", frame.end_id, after)
         inner = frame.inner(part.token_ids)
-        placed.append(part.at(len(found), len(inner)))
+        placed.append(frame.place(part, len(found), inner))
         found += inner
     return ImagePrompt(tuple(found), tuple(placed))
+
+
+def _check_tokens(index: int, token_ids: tuple[int, ...], frame: Frame) -> None:
+    """Raises `InvalidRequest` for a token that would stand for an image that is not there."""
+    if frame.feature_id in token_ids:
+        raise InvalidRequest(
+            f"prompt_chunks[{index}] must have no image token {frame.feature_id}: images have parts of their own.",
+            f"prompt_chunks[{index}]",
+        )
 
 
 def _check_frame(index: int, side: str, expected: int | None, actual: int | None) -> None:

@@ -32,7 +32,16 @@ class Preprocessor:
         """All images of the order, each prepared or refused. Raises `ConfigRefused` if the model takes no images."""
         loop = asyncio.get_running_loop()
         processor = await loop.run_in_executor(self._pool, self._processor, order.source, order.revision)
-        images = await asyncio.gather(*(self._image(url, order, processor) for url in order.urls))
+        images: list[PreparedImage | Refusal] = []
+        left = order.total_bytes
+        for url in order.urls:  # one after the other: a request holds one image that is not prepared at a time
+            image = await self._image(url, order, processor) if left >= 0 else Refusal("comes after too many others")
+            if isinstance(image, PreparedImage):
+                left -= image.num_bytes
+                if left < 0:
+                    used = order.total_bytes - left
+                    image = Refusal(f"makes the images of this request {used} bytes, more than {order.total_bytes}")
+            images.append(image)
         return PreparedImages(processor.frame, tuple(images))
 
     def close(self) -> None:
@@ -87,14 +96,12 @@ class _Cache:
             return found
 
     def put(self, key: Sequence[object], image: PreparedImage) -> None:
+        if image.num_bytes > self._max_bytes:
+            return
         with self._lock:
             if key not in self._images:
                 self._images[key] = image
-                self._num_bytes += _num_bytes(image)
+                self._num_bytes += image.num_bytes
             while self._num_bytes > self._max_bytes:
                 _, dropped = self._images.popitem(last=False)
-                self._num_bytes -= _num_bytes(dropped)
-
-
-def _num_bytes(image: PreparedImage) -> int:
-    return sum(len(tensor.data) for tensor in image.tensors.values())
+                self._num_bytes -= dropped.num_bytes

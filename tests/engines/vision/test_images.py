@@ -17,7 +17,8 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
 from engines.config import EngineConfig
-from engines.errors import AdapterRefused
+from engines.errors import AdapterRefused, ModelRefused, RequestRefused
+from engines.model.loader import takes_images
 from engines.protocol import Adapter, GenerateRequest, PromptImage, SamplingParams
 from tests.support import tiny_vision
 from tests.support.engine_harness import DrivenEngine, Result, prompt_of
@@ -206,3 +207,41 @@ def test_an_adapter_of_the_vision_tower_is_refused_by_name(name: str, engines: V
     result = engines(name).one(replace(asking(9), adapter=bound))
     assert isinstance(result.error, AdapterRefused)
     assert re.search(r"visual|vision_tower|vision_model", str(result.error))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
+def test_an_adapter_of_the_embedding_leaves_images_alone(name: str, engines: VisionEngines) -> None:
+    bound = vision_adapter(name, "embedding", r".*(language_model|text_model).*embed_tokens")
+    adapted = PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(folder(name)), bound.directory
+    ).eval()
+    first, second = replace(asking(30, image_for(name, 5), 4), adapter=bound), asking(3, image_for(name, 6), 4)
+    results = engines(name).generate(first, second)
+    assert_plain(name, first, results[0], adapted.base_model.model)
+    assert_plain(name, second, results[1])
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3-vl", "smolvlm"])
+def test_one_digest_with_other_tokens_is_encoded_again(name: str, engines: VisionEngines) -> None:
+    made = asking(5, image_for(name, 1), 9)
+    (image,) = made.images
+    wider = replace(image, start=image.start - 1, length=image.length + 2)
+    for request in (replace(made, request_id=f"{made.request_id}-wider", images=(wider,)), made):
+        assert_plain(name, request, engines(name).one(request))
+
+
+@pytest.mark.parametrize("settings", [{"exact": True}, {"tensor_parallel": 2}])
+def test_exact_and_split_engines_serve_the_text_of_a_vision_model_or_nothing(settings: dict[str, Any]) -> None:
+    """The class of Gemma 3's text is the class of its images too, so the class does not tell which is meant."""
+    config = EngineConfig(source=str(folder("gemma3")), device="cpu", **settings)
+    assert takes_images(tiny_vision.CONFIGS["gemma3"](), config) is False
+    with pytest.raises(ModelRefused, match="is not possible for qwen3_vl: it is a vision model"):
+        takes_images(tiny_vision.CONFIGS["qwen3-vl"](), config)
+
+
+def test_an_engine_that_serves_the_text_alone_refuses_images() -> None:
+    config = EngineConfig(source=str(folder("gemma3")), threads=1, kv_cache_bytes=8 << 20, exact=True)
+    with DrivenEngine(config) as engine:
+        assert engine.one(asking(17)).error is None
+        with pytest.raises(RequestRefused, match="takes no images"):
+            engine.one(asking(5, image_for("gemma3", 1)))

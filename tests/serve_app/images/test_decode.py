@@ -163,3 +163,12 @@ def test_a_bomb_in_the_metadata_is_refused() -> None:
     assert len(content) < 100_000
     assert refusal(content).startswith("is damaged")
     assert io.BytesIO(content).read(4) == b"\x89PNG"
+
+
+def test_a_jpeg_with_more_pictures_behind_the_first_is_a_jpeg() -> None:
+    pictures = [Image.new("RGB", (16, 16), colour) for colour in (RED, BLUE)]
+    content = encoded(pictures[0], "MPO", save_all=True, append_images=pictures[1:])
+    found = decoded(content, "image/jpeg").getpixel((0, 0))
+    assert isinstance(found, tuple)
+    assert found[0] > 150
+    assert refusal(content, "image/png") == "is declared as image/png, but its bytes are JPEG"

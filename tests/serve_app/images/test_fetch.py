@@ -121,6 +121,8 @@ def test_a_server_that_nobody_vouches_for_is_refused(certificate: tuple[Path, Pa
         "https://10.0.0.1/a",
         "https://[::ffff:10.0.0.1]/a",
         "https://0x7f000001/a",
+        "https://127.1/a",
+        "https://2130706433/a",
     ],
 )
 def test_addresses_of_this_network_are_refused(url: str) -> None:
@@ -153,6 +155,11 @@ def test_other_schemes_are_refused(url: str) -> None:
         ("::ffff:127.0.0.1", False),
         ("2002:7f00:1::", False),
         ("64:ff9b::7f00:1", False),
+        ("64:ff9b::808:808", True),
+        ("64:ff9b:1::a9fe:a9fe", False),
+        ("::ffff:0:7f00:1", False),
+        ("::7f00:1", False),
+        ("fec0::1", False),
     ],
 )
 def test_what_is_public(address: str, expected: bool) -> None:

@@ -31,7 +31,8 @@ for path in sorted(Path(sys.argv[1]).rglob("*")):
         except ImageRefused as exc:
             outcome = str(exc)
         found[str(path)] = outcome, time.process_time() - began
-peak_kb = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]  # getrusage tells the parent's too
+# getrusage tells the parent's peak too.
+peak_kb = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
 print(json.dumps([found, int(peak_kb) * 1024]))
 """
 
