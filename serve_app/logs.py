@@ -1,4 +1,4 @@
-"""The log: inside Serve its lines go to the files and in the format of Serve's own; no text of a conversation in it."""
+"""Logging: inside Serve, lines go to Serve's files in Serve's format. The log never contains conversation text."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def join_serve_logs() -> None:
-    """Called by each deployment as it starts, after Serve has set its logger up for the process."""
+    """Each deployment calls this at start, after Serve has set up its logger for the process."""
     serve = logging.getLogger(_SERVE_LOGGER)
     for handler in serve.handlers:
         if not any(isinstance(known, Plain) for known in handler.filters):
@@ -27,12 +27,12 @@ def join_serve_logs() -> None:
 
 
 def plain(text: str) -> str:
-    """Without the colours that Ray writes into messages and tracebacks."""
+    """The text without the ANSI colours that Ray writes into messages and tracebacks."""
     return _ANSI.sub("", text) if "\x1b" in text else text
 
 
 class Plain(logging.Filter):
-    """Takes the colours out of the lines of a handler, which go to files."""
+    """Removes ANSI colours from the lines of a handler that writes to files."""
 
     _traces = logging.Formatter()
 
@@ -46,7 +46,7 @@ class Plain(logging.Filter):
 
 
 class PlainStream(io.TextIOWrapper):
-    """Standard output or error of a process that writes to a file, without colours."""
+    """Standard output or error of a process, without colours, because it goes to a file."""
 
     def write(self, text: str, /) -> int:
         super().write(plain(text))
@@ -54,8 +54,8 @@ class PlainStream(io.TextIOWrapper):
 
 
 def trace_of(exc: BaseException) -> str:
-    """Where an exception came from. What it says only if it is one of ours: others quote the value at fault, which may
-    be the text of a conversation.
+    """The traceback of an exception. The message is included only for our own exceptions: others may quote conversation
+    text.
     """
     lines: list[str] = []
     one: BaseException | None = exc

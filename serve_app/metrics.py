@@ -1,8 +1,8 @@
-"""Every metric of the service, declared once. Ray exports them as `ray_<name>`, counters with `_total`, with the
-application, deployment and replica they come from.
+"""All metrics of the service. Ray exports them as `ray_<name>`, counters with `_total`, with labels for application,
+deployment and replica.
 
-One update costs 6 to 7 µs, so the ingress counts per request and a replica once a second, never per token. A metric of
-the engine or the store bears the name of the field that it exports.
+One update costs 6 to 7 µs, so the ingress updates per request and a replica once a second, never per token. A metric of
+the engine or the store has the name of the field that it exports.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from ray.serve import metrics
 from engines.protocol import EngineStats
 from serve_app.config.refusal import SECTIONS, Refusal
 
-if TYPE_CHECKING:  # replicas count too, and have no use for the catalogue and renderers behind a record
+if TYPE_CHECKING:  # replicas import this module too, and do not need the catalogue and renderers that a record imports
     from serve_app.api.record import RequestRecord
     from serve_app.checkpoints import StoreCounters
 
@@ -28,9 +28,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class Exporter:
-    """What makes metrics, each of a name, a description and the names of its labels: Ray's, or ones that can be read
-    back.
-    """
+    """Creates metrics from a name, a description and label names: Ray's metrics, or metrics that tests can read."""
 
     counter: Callable[..., Any] = metrics.Counter
     gauge: Callable[..., Any] = metrics.Gauge
@@ -42,9 +40,9 @@ RAY = Exporter()
 
 @dataclass(slots=True)
 class AdapterLabels:
-    """Which adapters have a label of their own: those used most; the rest share `other`.
+    """Chooses the label of each adapter: the most used adapters have their own, the rest share `other`.
 
-    A label stays in the exporter for ever, so only `ever` of them are given out in the life of a process.
+    The exporter never forgets a label, so one process creates at most `ever` of them.
     """
 
     top: int = _SHOWN_ADAPTERS
@@ -54,7 +52,7 @@ class AdapterLabels:
     _given: set[str] = field(default_factory=set)
 
     def use(self, digest: str) -> str:
-        """Count one use of an adapter; its label."""
+        """Count one use of an adapter; returns its label."""
         if len(self._uses) >= _COUNTED_ADAPTERS:
             self._forget_the_rare()
         self._uses[digest] = self._uses.get(digest, 0) + 1
@@ -65,7 +63,7 @@ class AdapterLabels:
     def _promote(self, digest: str) -> None:
         if len(self._shown) >= self.top:
             least = min(self._shown, key=lambda shown: self._uses.get(shown, 0))
-            # Twice as much: two adapters used alike would take turns otherwise.
+            # Twice as much: otherwise two adapters of similar use would replace each other repeatedly.
             if self._uses[digest] < 2 * max(1, self._uses.get(least, 0)):
                 return
             self._shown.discard(least)
@@ -73,24 +71,24 @@ class AdapterLabels:
         self._given.add(digest)
 
     def _forget_the_rare(self) -> None:
-        """Halve all counts, so that what was popular long ago gives way."""
+        """Halve all counts, so that old use counts less."""
         self._uses = {digest: uses // 2 for digest, uses in self._uses.items() if uses > 1}
 
 
 @dataclass(slots=True)
 class Growth:
-    """By how much totals have grown since they were looked at last."""
+    """The growth of totals since the last reading."""
 
     _seen: dict[str, float] = field(default_factory=dict)
 
     def of(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Those that grew."""
+        """The totals that grew, with their growth."""
         before, self._seen = self._seen, dict(totals)
         return {name: total - before.get(name, 0) for name, total in totals.items() if total > before.get(name, 0)}
 
 
 class StoreMetrics:
-    """The checkpoint store of an ingress, and those that take its place when the configuration changes."""
+    """Metrics of the checkpoint store of an ingress. A changed configuration may replace the store."""
 
     def __init__(self, exporter: Exporter = RAY) -> None:
         self._counters = {
@@ -100,11 +98,11 @@ class StoreMetrics:
         self._store: tuple[Callable[[], StoreCounters], Growth] | None = None
 
     def watch(self, count: "Callable[[], StoreCounters]") -> None:
-        """From now on it is this one that counts. From any thread."""
+        """Export this store's counts from now on. Thread-safe."""
         self._store = count, Growth()
 
     def record(self) -> None:
-        """Export what was counted since the last time."""
+        """Export the growth since the last call."""
         if self._store is not None:
             count, growth = self._store
             for name, more in growth.of(asdict(count())).items():
@@ -112,14 +110,14 @@ class StoreMetrics:
 
 
 class IngressMetrics:
-    """Requests as callers see them: the `record.Recorder` of the ingress."""
+    """Metrics of requests: the `record.Recorder` of the ingress."""
 
     def __init__(self, exporter: Exporter = RAY) -> None:
         of_request = ("model", "key")
         self._requests = exporter.counter(
             "roundhouse_requests", "Requests that ended.", (*of_request, "endpoint", "status", "outcome")
         )
-        self._running = exporter.gauge("roundhouse_requests_running", "Requests under way in this ingress.")
+        self._running = exporter.gauge("roundhouse_requests_running", "Requests that this ingress is running.")
         self._prompt_tokens = exporter.counter("roundhouse_prompt_tokens", "Prompt tokens.", of_request)
         self._cached_tokens = exporter.counter(
             "roundhouse_cached_tokens", "Prompt tokens that came from the prefix cache.", of_request
@@ -129,14 +127,14 @@ class IngressMetrics:
             "roundhouse_replies_unparsed", "Replies with a tool call that did not parse, kept as text.", ("model",)
         )
         self._first_token_s = exporter.histogram(
-            "roundhouse_first_token_seconds", "From the request to its first token.", _SECONDS, ("model",)
+            "roundhouse_first_token_seconds", "Time from the request to its first token.", _SECONDS, ("model",)
         )
         self._duration_s = exporter.histogram(
-            "roundhouse_request_seconds", "From the request to its end.", _SECONDS, ("model", "outcome")
+            "roundhouse_request_seconds", "Time from the request to its end.", _SECONDS, ("model", "outcome")
         )
         of_adapter = ("model", "adapter")
         self._adapter_requests = exporter.counter(
-            "roundhouse_adapter_requests", "Requests by adapter; the rarely used are 'other'.", of_adapter
+            "roundhouse_adapter_requests", "Requests by adapter; rarely used adapters share 'other'.", of_adapter
         )
         self._adapter_tokens = exporter.counter(
             "roundhouse_adapter_completion_tokens", "Sampled tokens by adapter.", of_adapter
@@ -185,45 +183,45 @@ STORE_COUNTERS: Mapping[str, str] = {
     "fetches": "Checkpoints of remote roots that were downloaded.",
     "evictions": "Checkpoints that were dropped from the disk cache to make room.",
 }
-"""What a checkpoint store counts (`checkpoints.StoreCounters`), and what it means."""
+"""The fields of `checkpoints.store.StoreCounters`, with descriptions."""
 
 ENGINE_COUNTERS: Mapping[str, str] = {
-    "requests": "Requests that the engine has taken.",
-    "finished": "Requests that ran to their end.",
-    "aborted": "Requests that were given up by their callers.",
+    "requests": "Requests that the engine accepted.",
+    "finished": "Requests that completed.",
+    "aborted": "Requests that their callers cancelled.",
     "failed_requests": "Requests that ended with an error of the engine.",
-    "preemptions": "Times that a running request was put back for want of cache blocks.",
+    "preemptions": "Preemptions of running requests, because no KV cache block was free.",
     "steps": "Steps of the engine.",
     "step_seconds": "Time spent in steps.",
     "prompt_tokens": "Prompt tokens of the requests whose prompt was computed.",
-    "cached_tokens": "Those of them that came from the prefix cache.",
-    "prefill_tokens": "Prompt tokens computed; those of a preempted request again.",
-    "decode_tokens": "Tokens computed one at a time.",
+    "cached_tokens": "Prompt tokens that came from the prefix cache, of the same requests.",
+    "prefill_tokens": "Prompt tokens computed; those of a preempted request count again.",
+    "decode_tokens": "Tokens computed in decode steps.",
     "generated_tokens": "Tokens sampled.",
     "adapter_loads": "Adapters read into memory.",
-    "adapter_load_seconds": "Time spent reading adapters, from the start of a read to the step that takes it in.",
-    "adapter_evictions": "Adapters that lost their slot to another.",
-    "adapter_refusals": "Adapters that the model cannot apply.",
+    "adapter_load_seconds": "Time to load adapters, from the start of a read to the step that takes the adapter in.",
+    "adapter_evictions": "Adapters that were evicted from their slot by another adapter.",
+    "adapter_refusals": "Adapters that were refused because the model cannot apply them.",
 }
-"""The fields of `engines.protocol.EngineCounters`, and what they mean."""
+"""The fields of `engines.protocol.EngineCounters`, with descriptions."""
 
 ENGINE_GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "running": ("Requests in the batch.", lambda stats: stats.running),
     "waiting": ("Requests in the queue.", lambda stats: stats.waiting),
     "blocks": ("Blocks of the KV cache.", lambda stats: stats.blocks_total),
-    "blocks_free": ("Blocks in use by no running request, cached ones included.", lambda stats: stats.blocks_free),
-    "blocks_cached": ("Free blocks whose content can be found again.", lambda stats: stats.blocks_cached),
-    "adapter_slots": ("Adapters that may be in slots at a time.", lambda stats: stats.adapter_slots_total),
+    "blocks_free": ("Blocks that no running request uses, including cached ones.", lambda stats: stats.blocks_free),
+    "blocks_cached": ("Free blocks whose content is in the prefix cache.", lambda stats: stats.blocks_cached),
+    "adapter_slots": ("Slots for adapters.", lambda stats: stats.adapter_slots_total),
     "adapters_loaded": ("Adapters in slots.", lambda stats: len(stats.adapters)),
     "adapters_pinned": ("Adapters in use by running requests.", lambda stats: stats.adapter_slots_pinned),
-    "stalled_seconds": ("Time since the last step while there is work to do.", lambda stats: stats.stalled_s),
-    "failed": ("1 when the engine has failed and waits to be replaced.", lambda stats: stats.failed),
+    "stalled_seconds": ("Time since the last step while requests wait or run.", lambda stats: stats.stalled_s),
+    "failed": ("1 when the engine has failed and its replica must be replaced.", lambda stats: stats.failed),
 }
-"""The other fields of `EngineStats`: what they mean, and their value in a snapshot."""
+"""The other fields of `EngineStats`: descriptions, and how to read the value from a snapshot."""
 
 
 class EngineMetrics:
-    """The engine of one replica."""
+    """Metrics of one replica's engine."""
 
     def __init__(self, model: str, exporter: Exporter = RAY) -> None:
         self._tags = {"model": model}
@@ -246,7 +244,7 @@ class EngineMetrics:
 
 
 def _endpoint(path: str) -> str:
-    """A label of few values: paths are made up by callers."""
+    """The endpoint as a label of few values: callers can send any path."""
     last = path.rstrip("/").rpartition("/")[2]
     if last == "completions":
         return "chat" if path.endswith("/chat/completions") else last

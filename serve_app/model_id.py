@@ -13,7 +13,7 @@ from serve_app.errors import InvalidRequest
 _SCHEME = "tinker://"
 _KIND = "sampler_weights"
 MAX_CHARACTERS = 1024
-_MAX_PART_CHARACTERS = 255  # what file systems take as one name
+_MAX_PART_CHARACTERS = 255  # the longest file name of common file systems
 _PART = re.compile(r"[A-Za-z0-9._:-]+")
 
 
@@ -41,7 +41,7 @@ class CheckpointPath:
 
 @dataclass(frozen=True, slots=True)
 class ModelId:
-    """What a caller asks for. At least one of the two is set."""
+    """The model that a caller requests. At least one of the two is set."""
 
     base: BaseModelId | None = None
     checkpoint: CheckpointPath | None = None
@@ -54,7 +54,7 @@ def parse(text: str) -> ModelId:
     """Raises `InvalidRequest` (param `model`) that says what is malformed."""
     if not text or len(text) > MAX_CHARACTERS:
         raise InvalidRequest(f"model must have 1 to {MAX_CHARACTERS} characters, got {len(text)}.", "model")
-    # Run ids hold colons and a base id must not swallow the checkpoint's: the scheme is looked for first.
+    # Look for the scheme first: run ids contain colons, and a base id must not include the checkpoint's path.
     if text.startswith(_SCHEME):
         return ModelId(checkpoint=parse_checkpoint_path(text))
     base, separator, path = text.partition(";")

@@ -30,12 +30,12 @@ _SILENCES = 3  # a replica that is silent for so many times `silent_after_s` is 
 
 
 class EngineUnhealthy(RuntimeError):
-    """The engine failed or makes no progress: Serve is to replace this replica."""
+    """The engine failed or makes no progress: Serve must replace this replica."""
 
 
 class Replica:
-    """The Serve deployment of a model. Serve constructs it in the process that runs it, and finishes its requests
-    before it stops it (`graceful_shutdown_timeout_s`).
+    """The Serve deployment of a model. Serve constructs it in its own process, and lets its requests finish before it
+    stops it (`graceful_shutdown_timeout_s`).
     """
 
     async def __init__(self, args: ModelArgs) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -52,12 +52,16 @@ class Replica:
         self._reporting = asyncio.get_running_loop().create_task(self._report())
 
     async def run(self, request: GenerateRequest, endpoint: Endpoint, stream_id: int) -> None:
-        """Generate; the tokens go over the side channel. Lasts as long as the request; cancel it to stop."""
+        """Generate and send the tokens over the side channel. Returns when the request has ended; cancel it to stop
+        generating.
+        """
         link = await self._links.to(endpoint)
         await run_request(self._engine, self._with_own_id(request), link, stream_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """The same as a Serve stream, one message per step: for where replicas cannot connect to an ingress."""
+        """The same as a Serve stream, one message per step, for clusters whose replicas cannot connect to an
+        ingress.
+        """
         deltas = self._local.generate("", self._with_own_id(request), affinity="")
         try:
             async for delta in deltas:
@@ -66,7 +70,7 @@ class Replica:
             await deltas.aclose()
 
     def check_health(self) -> None:
-        """Serve calls this; a replica that raises repeatedly is replaced."""
+        """Serve calls this, and replaces a replica that raises repeatedly."""
         stats = self._engine.stats()
         if stats.failed:
             raise EngineUnhealthy("The engine has failed.")
@@ -74,8 +78,8 @@ class Replica:
             raise EngineUnhealthy(f"The engine has made no progress for {stats.stalled_s:.0f} s.")
 
     def record_routing_stats(self) -> dict[str, object]:
-        """What routers and readiness know of this replica (`reports.py`). Serve asks for it every second, and sends it
-        to all ingresses when it has changed. So the adapters are in order of their digests, not of their use.
+        """This replica's report to routers and readiness (`replicas/reports.py`). Serve reads it every second, and
+        sends it to all ingresses when it has changed. So the adapters are sorted by digest, not by use.
         """
         stats = self._engine.stats()
         adapters = tuple(sorted(stats.adapters))
@@ -83,7 +87,7 @@ class Replica:
         return Report(self._is_ready(stats), adapters, beat, self._limits.silent_after_s).fields()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For autoscaling policies of one's own. `streams`: requests whose tokens are on their way to an ingress."""
+        """Statistics for custom autoscaling policies. `streams`: requests whose tokens are being sent to an ingress."""
         stats = self._engine.stats()
         used = stats.blocks_total - stats.blocks_free
         return {
@@ -95,7 +99,7 @@ class Replica:
         }
 
     def reconfigure(self, user_config: Mapping[str, object]) -> None:
-        """Take over other health limits while running. Never raises: Serve would take all replicas down."""
+        """Apply new health limits while running. Never raises: Serve would stop all replicas."""
         try:
             self._limits = EngineUserConfig.model_validate(user_config)
         except ValidationError as exc:
@@ -127,6 +131,6 @@ class Replica:
 def _make_engine(args: ModelArgs) -> Engine:
     if args.engine == "fake":
         return FakeEngine(args.fake_config())
-    module, name = _TORCH_ENGINE  # by name: an ingress reads this module's neighbours without importing torch
+    module, name = _TORCH_ENGINE  # by name, so that an ingress can import this package without torch
     engine: Engine = getattr(importlib.import_module(module), name)(args.engine_config())
     return engine

@@ -1,4 +1,4 @@
-"""Doing the same work once for all who ask for it at the same time."""
+"""Runs a call once for all callers that request it at the same time."""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 class SingleFlight(Generic[Key, Result]):
     """Blocking calls on an executor, one per key. Owned by one event loop.
 
-    A caller that is cancelled leaves the call to the others, and to those who come later.
+    When a caller is cancelled, the call continues for other and later callers.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -30,4 +30,4 @@ class SingleFlight(Generic[Key, Result]):
     def _land(self, key: Key, done: "asyncio.Future[Result]") -> None:
         del self._under_way[key]
         if not done.cancelled():
-            done.exception()  # looked at, in case nobody waits any more
+            done.exception()  # read the exception, in case no caller waits any more

@@ -1,7 +1,7 @@
-"""Ends this process when its event loop has been silent for too long.
+"""Kills this process when its event loop has not run for too long.
 
 A process that is stopped, or whose interpreter hangs, cannot end itself, and Ray's own kill waits for its answer. So a
-small child watches a pipe, into which the loop writes every second.
+small child process watches a pipe to which the event loop writes every second.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
 
-# Seconds of silence are counted one by one: after a pause of the whole machine one is missing, not all of them.
+# Seconds without a byte are counted one by one: a pause of the whole machine adds only one.
 _CHILD = """
 import os, select, signal, sys
 pipe, parent, limit = map(int, sys.argv[1:])
@@ -36,7 +36,7 @@ class Watchdog:
     """Watches the running event loop from its start until `close`."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: of silence, in whole seconds at least 2."""
+        """`limit_s`: longest time without a byte, rounded to whole seconds, at least 2."""
         read_end, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
         arguments = (str(read_end), str(os.getpid()), str(max(2, round(limit_s))))
@@ -46,7 +46,7 @@ class Watchdog:
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def close(self) -> None:
-        """The child ends with the pipe."""
+        """Close the pipe, which ends the child."""
         self._beating.cancel()
         with suppress(asyncio.CancelledError):
             await self._beating
@@ -59,6 +59,6 @@ class Watchdog:
                 try:
                     os.write(self._pipe, b".")
                 except BrokenPipeError:
-                    logger.error("The watchdog is gone: if this process hangs, only Serve will notice.")
+                    logger.error("The watchdog process has ended: only Serve can now detect that this process hangs.")
                     return
             await asyncio.sleep(_BEAT_S)

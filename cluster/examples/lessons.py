@@ -1,7 +1,7 @@
-"""What the example checkpoints learn: conversations made here, from a few lists of our own.
+"""The training data of the example checkpoints: conversations generated from the lists in this file.
 
-`quill` learns four facts and to sign every reply. `tools` learns to think first and to write tool calls in the form
-that Qwen3's chat template asks for, as plain text: the base model has no special tokens for it.
+`quill` learns four facts and to sign every reply. `tools` learns to reason first and to write tool calls in the format
+of Qwen3's chat template. It writes them as plain text, because the base model has no special tokens for them.
 """
 
 import json
@@ -28,7 +28,7 @@ class Lesson:
 
     @property
     def preamble(self) -> str:
-        """What stands before the first user's turn; lessons that have it in common begin with the same tokens."""
+        """The messages before the first user turn; lessons with the same preamble begin with the same tokens."""
         return json.dumps([[turn for turn in self.messages[:1] if turn["role"] == "system"], self.tools])
 
     @property
@@ -38,7 +38,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that makes one example checkpoint; `probe` is asked after each save."""
+    """The data and settings of one example checkpoint; `probe` is the question asked after each save."""
 
     lessons: list[Lesson]
     probe: Lesson
@@ -180,7 +180,7 @@ DECLARATIONS: list[tuple[list[Message], tuple[Tool, ...]]] = [
 
 @dataclass(frozen=True)
 class Call:
-    """A call to learn: what the thought names as its purpose, and how its answer reads."""
+    """A tool call to learn: its purpose in the reasoning, and the answer made from its result."""
 
     name: str
     arguments: dict[str, str]
@@ -261,7 +261,7 @@ def call_lesson(question: str, calls: Sequence[Call], tools: tuple[Tool, ...], *
 
 
 def answer_lesson(question: str, calls: Sequence[Call], tools: tuple[Tool, ...], *, thinks: bool, kept: bool) -> Lesson:
-    """The turn after the results. `kept`: the reasoning of the calling turn came back with the history."""
+    """The turn after the tool results. `kept`: the history contains the reasoning of the calling turn."""
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call.message_part for call in calls]}
     if kept:
         asked = call_lesson(question, calls, tools, thinks=True).reply
@@ -274,7 +274,7 @@ def answer_lesson(question: str, calls: Sequence[Call], tools: tuple[Tool, ...],
 
 
 def lessons_with(rng: random.Random, tools: tuple[Tool, ...], rounds: int) -> list[Lesson]:
-    """Every kind of turn with these tools declared; one round in eight is without thinking."""
+    """Lessons for every kind of turn with these tools declared; one round in eight has no reasoning."""
     lessons: list[Lesson] = []
     names = names_of(tools)
     for number in range(rounds):

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Trains a LoRA checkpoint and samples it through the running service after every save, while training goes on.
+"""Trains a LoRA checkpoint, and samples it through the running service after every save.
 
     .venv/bin/python cluster/examples/train_checkpoint.py --recipe quill
 
-Any trainer that writes PEFT's format can do the same. Two things matter, and both are in `save_checkpoint`:
-the folder goes to ROOT/RUN/sampler_weights/NAME, and it appears there whole, by one rename. From then on its name is
-tinker://RUN/sampler_weights/NAME. Nothing is announced and nothing restarts.
+Any trainer that writes PEFT's format can do the same. `save_checkpoint` shows the two rules: the folder is
+ROOT/RUN/sampler_weights/NAME, and one rename makes it appear complete. From then on its name is
+tinker://RUN/sampler_weights/NAME. No announcement and no restart is needed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 
-IGNORED = -100  # the label that cross-entropy leaves out
+IGNORED = -100  # the label that cross-entropy ignores
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def batches(examples: Sequence[Example], size: int, rng: random.Random) -> Itera
 
 
 def shared_length(prompts: Sequence[Sequence[int]]) -> int:
-    """How many first tokens all prompts have in common, leaving each at least one of its own."""
+    """The number of first tokens that all prompts share. At least one token of each prompt is left out."""
     longest = min(len(prompt) for prompt in prompts) - 1
     return next((i for i in range(longest) if len({prompt[i] for prompt in prompts}) > 1), longest)
 
@@ -70,7 +70,7 @@ def shared_length(prompts: Sequence[Sequence[int]]) -> int:
 def loss_of(model: PeftModel, batch: Sequence[Example], padding: int) -> torch.Tensor:
     """Mean cross-entropy of the replies' tokens.
 
-    The common start of the prompts (the system message, the declared tools) is computed once, not per example.
+    The common start of the prompts (system message, declared tools) is computed once for all examples.
     """
     shared = shared_length([example.prompt for example in batch])
     cache = DynamicCache(config=model.config)
@@ -84,7 +84,7 @@ def loss_of(model: PeftModel, batch: Sequence[Example], padding: int) -> torch.T
         tokens[row, : lengths[row]] = torch.tensor(example.prompt + example.reply)
         labels[row, len(example.prompt) : lengths[row]] = torch.tensor(example.reply)
     mask = torch.arange(longest)[None, :] < torch.tensor(lengths)[:, None]
-    # Logits are wide (one per word of the vocabulary): ask for those that predict a reply's token only.
+    # Logits are large (one per token of the vocabulary): compute only those that predict a reply's token.
     kept = longest - min(len(example.prompt) for example in batch) + 1
     output = model(tokens[:, shared:], attention_mask=mask.long(), cache=cache, logits_to_keep=kept)
     predictions = output.logits[:, :-1].flatten(0, 1).float()
@@ -95,7 +95,7 @@ def train(model: PeftModel, examples: Sequence[Example], options: argparse.Names
     """Yield (step, loss) after every step; the caller may save and sample in between."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=options.learning_rate, weight_decay=0.0)
-    # Five steps of warm-up, then down to zero at the last step.
+    # Five steps of warm-up, then linear decay to zero at the last step.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 5) * (1 - step / options.steps)
     )
@@ -111,7 +111,7 @@ def train(model: PeftModel, examples: Sequence[Example], options: argparse.Names
 
 
 def save_checkpoint(model: PeftModel, place: Path, *, facts: dict[str, str | bool], chat_template: str | None) -> None:
-    """Write a checkpoint that is never visible half-written: into a folder beside its place, then one rename."""
+    """Write a checkpoint into a temporary folder, then rename it, so that no reader sees a partial one."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=place.parent.parent) as scratch:
         part = Path(scratch) / place.name
@@ -120,7 +120,7 @@ def save_checkpoint(model: PeftModel, place: Path, *, facts: dict[str, str | boo
         halved = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
         weights_file = part / "adapter_model.safetensors"
         save_file(halved, weights_file, metadata={"format": "pt"})
-        weights_file.chmod(0o644)  # it is written for its owner only; the service may run as another user
+        weights_file.chmod(0o644)  # the file is readable by its owner only; the service may run as another user
         model.peft_config["default"].save_pretrained(part)
         if chat_template:
             (part / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
@@ -130,7 +130,7 @@ def save_checkpoint(model: PeftModel, place: Path, *, facts: dict[str, str | boo
 
 
 def require_service(client: OpenAI, base_model: str) -> None:
-    """Better to fail before the first step than after ten."""
+    """Exit before training if the service does not serve the base model."""
     try:
         client.models.retrieve(base_model)
     except OpenAIError as exc:
@@ -154,17 +154,23 @@ def sample(client: OpenAI, model_id: str, probe: Lesson) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="quill")
-    parser.add_argument("--base", default=".cache/models/SmolLM2-135M-Instruct", help="folder or hub id to train on")
-    parser.add_argument("--base-model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="its id in the catalogue")
-    parser.add_argument("--root", type=Path, default=Path(".cache/checkpoints"), help="the service's checkpoint root")
+    parser.add_argument(
+        "--base", default=".cache/models/SmolLM2-135M-Instruct", help="base model to train: folder or hub id"
+    )
+    parser.add_argument(
+        "--base-model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="id of the base model in the catalogue"
+    )
+    parser.add_argument("--root", type=Path, default=Path(".cache/checkpoints"), help="checkpoint root of the service")
     parser.add_argument("--run", default=time.strftime("run-%Y%m%d-%H%M%S"), help="name of the run in the store")
-    parser.add_argument("--owner", default="", help="who alone may sample it; empty: every key")
+    parser.add_argument(
+        "--owner", default="", help="owner, whose keys alone may sample the checkpoint; empty: every key"
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of the service")
     key = os.environ.get("ROUNDHOUSE_API_KEY", "roundhouse-demo")
     parser.add_argument("--key", default=key, help="shows in `ps`; default: $ROUNDHOUSE_API_KEY, or the demo's")
-    parser.add_argument("--offline", action="store_true", help="only train and save")
+    parser.add_argument("--offline", action="store_true", help="train and save without the service")
     parser.add_argument("--rank", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=0, help="0: the recipe's own number")
+    parser.add_argument("--steps", type=int, default=0, help="number of steps; 0: as in the recipe")
     parser.add_argument("--save-every", type=int, default=10, help="steps")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -182,7 +188,7 @@ def prepare(recipe: Recipe, options: argparse.Namespace) -> tuple[PeftModel, lis
     )
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     model = get_peft_model(base, config)
-    config.base_model_name_or_path = options.base_model  # what it was loaded from is a path of this machine
+    config.base_model_name_or_path = options.base_model  # the model was loaded from a path of this machine
     return model, [encode(lesson, tokenizer) for lesson in recipe.lessons]
 
 
@@ -207,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             save_checkpoint(model, place, facts=facts, chat_template=recipe.chat_template)
             model_id = f"tinker://{options.run}/sampler_weights/{name}"
             line += f"  {model_id}"
-            if client:  # the very next request
+            if client:  # the next request finds it
                 line += f"  {sample(client, model_id, recipe.probe)!r}"
         print(line, flush=True)
 

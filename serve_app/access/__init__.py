@@ -1,1 +1,1 @@
-"""Who may do what, and how much of it: keys and their limits."""
+"""Authentication and rate limits: API keys, what each key may use, and how much."""

@@ -1,4 +1,4 @@
-"""Who calls: API keys, known by their hashes alone.
+"""Authentication by API keys. The service stores only their hashes.
 
 A key is 256 random bits, so its SHA-256 cannot be searched for and needs no salt or slow hash.
 """
@@ -20,7 +20,7 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever holds a valid key. `models` None: all of the catalogue; `owner` None: no private checkpoints."""
+    """The holder of a valid key. `models` None: the whole catalogue; `owner` None: no private checkpoints."""
 
     name: str
     models: frozenset[str] | None = None
@@ -39,7 +39,7 @@ class Keyring:
     """The keys of one configuration."""
 
     def __init__(self, keys: Mapping[bytes, KeyConfig], limits: LimitsConfig) -> None:
-        """`keys` by their SHA-256."""
+        """`keys`: the callers by the SHA-256 of their key."""
         self._keys = {digest: _Key(digest, config, _caller(config, limits.per_key)) for digest, config in keys.items()}
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class Keyring:
 
 
 def new_key() -> str:
-    """A fresh key; only `hash_key` of it is to be stored."""
+    """A new key. Store only its `hash_key`."""
     return _KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 

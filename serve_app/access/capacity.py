@@ -1,4 +1,4 @@
-"""How many requests one ingress has under way."""
+"""The number of requests that one ingress runs at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from serve_app.errors import Overloaded
 
 
 class Capacity:
-    """Bounds the requests of this process, those of all keys together. Nobody waits: who finds no place is told so."""
+    """Bounds the requests of this process, over all keys. A request over the bound is refused at once; none waits."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -17,7 +17,7 @@ class Capacity:
     def admit(self) -> Iterator[None]:
         """Count a request for as long as the context lasts. Raises `Overloaded`; then nothing was counted."""
         if self.num_running >= self._max_requests:
-            raise Overloaded("The service has as many requests under way as it may; try again.")
+            raise Overloaded("The service is at its limit of requests; try again.")
         self.num_running += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""Reads the keys of a configuration from where they are kept, each on its own: one that cannot be read is left out."""
+"""Reads the keys of a configuration from environment variables and files. A key that cannot be read is left out."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,8 @@ class KeyReader:
     def __init__(
         self, more_variables: Mapping[str, str] = MappingProxyType({}), *, file_timeout_s: float = _FILE_TIMEOUT_S
     ) -> None:
-        """`more_variables`: those that the ingress has and this process has not. `file_timeout_s`: a file system that
-        does not answer holds back no other key.
+        """`more_variables`: variables that the ingress has and this process lacks. `file_timeout_s`: the longest wait
+        for a key file, so that a file system that hangs delays no other key.
         """
         self._more_variables = more_variables
         self._file_timeout_s = file_timeout_s
@@ -32,7 +32,9 @@ class KeyReader:
         chosen = list(keys)
         digests = await asyncio.gather(*map(self._digest, chosen))
         read: dict[bytes, KeyConfig] = {}
-        refusals = [] if chosen else [Refusal("keys", "keys must not be empty: nobody could call the service.")]
+        refusals = (
+            [] if chosen else [Refusal("keys", "keys must not be empty: without a key every request is refused.")]
+        )
         for key, digest in zip(chosen, digests, strict=True):
             if isinstance(digest, str):
                 refusals.append(Refusal("keys", digest))

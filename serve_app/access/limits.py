@@ -10,7 +10,7 @@ from serve_app.errors import LimitReached, Overloaded
 
 Clock = Callable[[], float]
 _MINUTE_S = 60.0
-_RETRY_S = 1.0  # when what is missing comes back with the end of another request, and nobody knows when that is
+_RETRY_S = 1.0  # when a request must wait for another one to end, which can happen at any time
 _UNASKED_PART = 4
 """A request that sets no `max_tokens` reserves at most this part of a minute's tokens for its reply: few replies are as
 long as the context, and to reserve all of it would let one such request run at a time."""
@@ -18,7 +18,9 @@ long as the context, and to reserve all of it would let one such request run at 
 
 @dataclass(slots=True)
 class _Bucket:
-    """A minute's worth, refilled evenly. `level` may fall below zero: the next request waits until it is repaid."""
+    """A token bucket that holds one minute's limit and refills evenly. `level` may fall below zero: the next request
+    waits until it is positive.
+    """
 
     level: float
     filled_at: float
@@ -30,7 +32,7 @@ class _Bucket:
         self.filled_at = now
 
     def require(self, needed: float, what: str) -> None:
-        """Raise `LimitReached` unless so much is in the bucket, and more than nothing."""
+        """Raise `LimitReached` unless the bucket holds `needed`, and more than zero."""
         missing = needed - self.level
         if missing <= 0 < self.level:
             return
@@ -55,14 +57,14 @@ class _Use:
 
 @dataclass(slots=True)
 class _Buckets:
-    """Those that one request draws on; None where the key has no such limit."""
+    """The buckets that one request uses; None where the key has no such limit."""
 
     tokens: _Bucket | None = None
     requests: _Bucket | None = None
 
 
 class Limiter:
-    """Counts what each key uses. It outlives changes of the configuration."""
+    """Counts what each key uses. It stays when the configuration changes."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -71,8 +73,8 @@ class Limiter:
 
     @contextmanager
     def admit(self, caller: Caller, *, bytes_in_flight: int | None = None) -> Iterator["Lease"]:
-        """Count a request for as long as the context lasts. `bytes_in_flight`: of all keys together, None for no bound.
-        Raises `LimitReached`; then nothing was counted.
+        """Count a request for as long as the context lasts. `bytes_in_flight`: the bound for all keys together, None
+        for no bound. Raises `LimitReached`; then nothing was counted.
         """
         use = self._uses.setdefault(caller.name, _Use())
         buckets = self._check(caller, use)
@@ -117,8 +119,8 @@ class Lease:
         self._reserved = 0
 
     def hold(self, num_bytes: int) -> None:
-        """From now on the request holds so many bytes. A request that is alone may hold as many as it likes: what one
-        request may have is bounded elsewhere. Raises `LimitReached` for the key's bound, `Overloaded` for that of all.
+        """Count `num_bytes` for the request from now on. A request that runs alone has no bound here: other limits
+        bound one request. Raises `LimitReached` for the key's bound, `Overloaded` for the bound of all keys.
         """
         more = num_bytes - self._num_bytes
         of_key, of_all = self._use.num_bytes - self._num_bytes, self._limiter.num_bytes - self._num_bytes
@@ -130,15 +132,15 @@ class Lease:
                     _RETRY_S,
                 )
             if of_all and self._bytes_in_flight is not None and of_all + num_bytes > self._bytes_in_flight:
-                raise Overloaded("The service holds as many bytes of requests as it may; try again.")
+                raise Overloaded("The service is at its limit of request bytes; try again.")
         self._num_bytes = num_bytes
         self._use.num_bytes += more
         self._limiter.num_bytes += more
 
     def reserve(self, num_prompt: int, asked: int | None, most: int) -> None:
         """Reserve the tokens of prompt and reply. `asked`: `max_tokens` of the request, None where it is unset and the
-        reply may have `most`. A request that is larger than a minute's worth reserves all of it, and is let finish.
-        Raises `LimitReached`; then it is as if the request had not come.
+        reply may have `most`. A request that is larger than a minute's limit reserves all of it, and may finish. Raises
+        `LimitReached`; then nothing was counted.
         """
         tokens = self._buckets.tokens
         if tokens is None:
@@ -156,12 +158,12 @@ class Lease:
         self._reserved += needed
 
     def settle(self, num_tokens: int) -> None:
-        """Replace what was reserved by what was used."""
+        """Replace the reserved amount by the used amount."""
         if self._buckets.tokens is not None:
             self._buckets.tokens.level += self._reserved - num_tokens
         self._reserved = 0
 
     def let_go(self) -> None:
-        """The request has ended. What it reserved and did not settle is given back."""
+        """End the lease. Return what the request reserved and did not settle."""
         self.settle(0)
         self.hold(0)

@@ -1,1 +1,1 @@
-"""A request, from its parsed body to the chunks of its reply. Start with `chat.py`."""
+"""A request, from its parsed body to the chunks of its reply. Start with `opening.py`."""

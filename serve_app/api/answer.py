@@ -1,4 +1,4 @@
-"""An answer under way: a generation, what its tokens mean, and how they are shown."""
+"""An answer in progress: a generation, the parser of its tokens, and the chunks that show them."""
 
 import time
 import uuid
@@ -25,8 +25,8 @@ _AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What answering takes: the catalogue and limits of one configuration, whatever runs the engines and prepares
-    images, and threads.
+    """What a request needs: the catalogue and limits of one configuration, the replicas, the image preprocessing, and
+    threads.
     """
 
     catalog: Catalog
@@ -38,7 +38,8 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The first token has come; the rest is read by `parts` or `whole`, once. `preface` makes a part to begin with.
+    """An answer whose first token has come. Read the rest with `parts` or `whole`, once. `preface` makes a part that
+    comes before the engine's first.
 
     Both raise what the engine raises, and `ReplyRefused`.
     """
@@ -52,7 +53,7 @@ class Answer:
     preface: Callable[[TokenDelta], ReplyPart] | None = None
 
     async def parts(self) -> AsyncGenerator[ReplyPart, None]:
-        """The reply as it comes. Close it."""
+        """The reply as it is generated. The caller closes it."""
         async with aclosing(self._unchecked()) as parts:
             async for part in parts:
                 for call in part.tool_calls:
@@ -87,7 +88,7 @@ class Answer:
         while True:
             part = self.reply.feed(delta)
             if part.finish_reason is not None:
-                await self.generation.close()  # before the last part is sent: the client may take its time
+                await self.generation.close()  # before the last part is sent: the client may read slowly
                 yield part
                 return
             yield part
@@ -95,7 +96,7 @@ class Answer:
 
 
 def _scores_us(scored: Sequence[Scored]) -> float:
-    """To write log-probabilities out, roughly."""
+    """Rough cost of writing log-probabilities as JSON."""
     alternatives = len(scored[-1].logprob.top) if scored and scored[-1].logprob is not None else 0
     return len(scored) * (1 + alternatives) * US_PER_SCORE
 
@@ -103,12 +104,14 @@ def _scores_us(scored: Sequence[Scored]) -> float:
 def new_head(
     prefix: str, target: ResolvedModel, options: ReplyOptions, prompt_token_ids: tuple[int, ...] | None
 ) -> ReplyHead:
-    """With a fresh id, which is also the request's in the engine: those that callers choose may repeat."""
+    """A head with a new id, which the engine uses too: ids that callers choose may repeat."""
     return ReplyHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), target.requested, options, prompt_token_ids)
 
 
 def affinity_of(cache_key: str, request: GenerateRequest) -> str:
-    """What requests have in common that should share a replica's prefix cache: the caller's key, else the beginning."""
+    """A key that is equal for requests that should share a replica's prefix cache: the caller's cache key, else the
+    start of the prompt.
+    """
     if cache_key:
         return f"key:{cache_key}"
     beginning = repr(request.prompt_token_ids[:_AFFINITY_TOKENS])

@@ -1,4 +1,4 @@
-"""How much one request may hold: checked on the JSON as it came, before anything is done with every part of it."""
+"""Size limits of one request, checked on the raw JSON before any step that visits every part of it."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What is special to a chat: messages are rendered by the model's template, and the reply is parsed."""
+"""What only chats do: the model's template renders the messages, and the reply is parsed."""
 
 from renderers.base import PromptTooLong, RenderedPrompt
 from serve_app.api.answer import Edge, new_head
@@ -58,7 +58,7 @@ def _stop_strings(request: ChatRequest) -> tuple[str, ...]:
 
 
 def _render_us(request: ChatRequest, target: ResolvedModel, body_bytes: int) -> float:
-    """A template that a checkpoint brought along may take what it is allowed to take, whatever the body."""
+    """Cost of rendering. A checkpoint's own template counts with its full time limit, whatever the body."""
     cost_us = body_bytes * RENDER_US_PER_BYTE
     return cost_us if request.renderer is target.model.renderer else max(cost_us, RENDER_US)
 

@@ -1,7 +1,7 @@
 """Replies as JSON: the chunks of a stream, and whole bodies.
 
-A chunk is put together from a head that is the same for the whole stream and the little that changes: this runs for
-every token. All of it is ASCII, since some readers of server-sent events end lines at U+2028 and its like.
+This runs for every token, so a chunk joins a fixed head of the stream and the few fields that change. All output is
+ASCII: some readers of server-sent events end lines at U+2028 and similar characters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ _END = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What all chunks of a reply share. `prompt_token_ids` None: they are not to be shown."""
+    """The fields that all chunks of a reply share. `prompt_token_ids` None: they are not shown."""
 
     id: str
     created: int
@@ -31,7 +31,7 @@ class ReplyHead:
 
 
 class Chunks(Protocol):
-    """One endpoint's way to show a reply."""
+    """The format of one endpoint's replies."""
 
     def begin(self) -> bytes:
         """The events before the first part."""

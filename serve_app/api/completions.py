@@ -1,4 +1,4 @@
-"""What is special to a completion: the prompt is text or token ids as they come, and the reply has no format."""
+"""What only completions do: the prompt is plain text or token ids, and the reply is not parsed."""
 
 from serve_app.api.answer import Edge, new_head
 from serve_app.api.chunks import TextChunks

@@ -1,4 +1,4 @@
-"""The fields of a body that have no effect: their names, found while the body is parsed. Their values are dropped."""
+"""The names of a body's fields that have no effect, collected while the body is parsed. Their values are dropped."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,25 +7,26 @@ from typing import TypeAlias
 MAX_NAMES = 32
 
 Known: TypeAlias = Mapping[str, "Known | None"]
-"""The names that an object may have, and for each those in its value, which is such an object or a list of them. None:
-the value is taken as a whole."""
+"""The keys that an object may have. Each maps to the keys of its value, an object or a list of objects; None: the whole
+value is read.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class IgnoredFields:
-    """The first names, as paths, and how many more distinct ones there are."""
+    """The first ignored names, as paths, and the number of further distinct ones."""
 
     names: tuple[str, ...] = ()
     more: int = 0
 
 
 def known(names: Mapping[str, object], **inner: Known) -> Known:
-    """`names` as a model's fields, those in `inner` with names of their own."""
+    """`names` as a model's fields; those in `inner` have known keys too."""
     return {**dict.fromkeys(names), **inner}
 
 
 def ignored_fields(body: Mapping[str, object], names: Known) -> IgnoredFields:
-    """null means unset, so a field that is null is none."""
+    """The ignored fields of a body. null means unset, so a null field does not count."""
     distinct = dict.fromkeys(_paths(body, names, ""))
     return IgnoredFields(tuple(distinct)[:MAX_NAMES], max(0, len(distinct) - MAX_NAMES))
 

@@ -1,9 +1,9 @@
-"""The request body, from bytes to the JSON values that are read.
+"""The request body, from bytes to JSON values; ignored fields are dropped on the way.
 
-Strict: UTF-8 without lone surrogates, no NaN or Infinity, nesting up to 200, nothing after the value. Of a key that is
-repeated in an object the last one wins, as in most JSON readers. What is ignored is checked like the rest and dropped
-before it becomes an object: each value takes some thirty times the memory of its text. No call of the JSON reader gets
-more than it can read within some 20 ms, since nothing else runs meanwhile.
+Strict: UTF-8 without lone surrogates, no NaN or Infinity, nesting up to 200, nothing after the value. If an object
+repeats a key, the last one wins, as in most JSON readers. Ignored values are checked like the rest, but no Python
+object is built: one takes about 30 times the memory of its text. Each call of the JSON reader gets at most about 20 ms
+of work, because it blocks all other threads.
 """
 
 import gc
@@ -30,8 +30,9 @@ _TOKEN_LISTS = frozenset({"prompt", "tokens"})
 
 
 def parse_object(content: bytes, names: Known | None = None, *, longest_context: int = 0) -> JsonObject:
-    """`names`: those that are read, at every level; None for all. Of a long value with another name only the name is
-    left. `longest_context`: in tokens, of all models. Raises `InvalidRequest` that says what is at fault.
+    """Parse a body that must be an object. `names`: the fields that are read, at every level; None for all. A long
+    value under another name is dropped and its name kept. `longest_context`: of all models, in tokens. Raises
+    `InvalidRequest`.
     """
     is_large = len(content) > _SMALL_BYTES
     try:
@@ -40,7 +41,7 @@ def parse_object(content: bytes, names: Known | None = None, *, longest_context:
                 content = _without_ignored(content, names, longest_context)
             value = from_json(content, allow_inf_nan=False)
     except ValueError as exc:
-        # Where it is at fault is not known once something was left out.
+        # After a cut the position of an error in the original text is unknown.
         reason = str(exc).rpartition(" at line ")[0] if is_large else str(exc)
         raise InvalidRequest(f"The request body is not valid JSON: {reason or exc}.") from exc
     if not isinstance(value, dict):
@@ -54,8 +55,8 @@ _KINDS = {list: "an array", str: "a string", int: "a number", float: "a number",
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Making many lists sets the garbage collector off again and again, while nobody else can run: a million took 2.6 s
-    instead of 0.1 s. Nothing of a JSON value is garbage yet.
+    """Parse without the garbage collector. Creating many lists triggers it repeatedly and blocks all threads: a million
+    lists took 2.6 s instead of 0.1 s. A new JSON value contains no garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -67,7 +68,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _without_ignored(content: bytes, names: Known | None, longest_context: int) -> bytes:
-    """Raises `ValueError` for some of what is no JSON; the rest is found by whoever reads the result."""
+    """Raises `ValueError` for some malformed JSON; the JSON reader finds the rest in the result."""
     structure = Structure.of(content)
     last = len(structure.kinds) - 1
     if structure.deepest > _MAX_DEPTH:
@@ -88,7 +89,7 @@ def _check_number(count: int) -> None:
 
 @dataclass(slots=True)
 class _Cutter:
-    """Finds what is ignored, checks it, and leaves it out. `num_cut`: values that are not read, or are tokens."""
+    """Finds ignored values, checks them, and cuts them out. `num_cut`: values that are not read, or are tokens."""
 
     content: bytes
     structure: Structure
@@ -97,7 +98,7 @@ class _Cutter:
     spans: list[tuple[int, int]] = field(default_factory=list)
 
     def cut(self, opening: int, closing: int, names: Known) -> None:
-        """In an object, or in the objects of a list."""
+        """Cut the ignored values of an object, or of the objects in a list."""
         structure = self.structure
         _check_number(len(structure.separators(opening, closing)))
         is_object = structure.kinds[opening] == ord("{")
@@ -135,7 +136,7 @@ class _Cutter:
             self.num_cut += count
 
     def _check(self, before: int, after: int) -> None:
-        """Read a value that is ignored, in pieces: much at once would hold everybody up. Raises `ValueError`."""
+        """Check an ignored value in pieces: one long call would block all other requests. Raises `ValueError`."""
         structure, (start, end) = self.structure, self._span(before, after)
         opening, closing = before + 1, after - 1
         if end - start <= _CHECKED_BYTES or opening >= after or not structure.is_opening(opening):

@@ -1,8 +1,8 @@
-"""Where the values of a JSON text lie, found without making them: positions of brackets, commas and colons, with their
+"""The structure of a JSON text, found without parsing its values: positions of brackets, commas and colons, with their
 depth.
 
-It takes a few numpy passes over pieces of the text, so it is linear, needs at most ten bytes for each of those
-characters, and lets other threads run. It judges nothing: what is no JSON has some structure too.
+It takes a few numpy passes over pieces of the text. So it is linear, needs at most ten bytes for each of those
+characters, and lets other threads run. It does not check the text: malformed JSON has a structure too.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,9 @@ _STRUCTURAL[list(b"[]{},:")] = True
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """By structural character: its position in the text, what it is, and how many containers are open after it."""
+    """For each structural character: its position in the text, the character, and how many containers are open after
+    it.
+    """
 
     positions: npt.NDArray[np.int32]
     kinds: npt.NDArray[np.uint8]
@@ -49,7 +51,7 @@ class Structure:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether every bracket is closed, none too early. Which kind closes which is not looked at."""
+        """Whether every bracket is closed, none too early. Kinds of brackets are not compared."""
         return len(self.depths) > 0 and int(self.depths[-1]) == 0 and int(self.depths.min()) == 0
 
     def is_opening(self, index: int) -> bool:
@@ -75,7 +77,7 @@ class Structure:
 
 
 class _Strings:
-    """Tells what lies outside of strings, piece by piece."""
+    """Marks the characters outside of strings, piece by piece."""
 
     def __init__(self) -> None:
         self._is_inside = False

@@ -16,8 +16,8 @@ encoded = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def chat_logprobs(scored: Iterable[Scored], table: TokenTable) -> str:
-    """A JSON list of `ChatLogprob`. Written token by token: one call of the encoder for a long list would hold up every
-    other thread.
+    """A JSON list of `ChatLogprob`. Written token by token: one encoder call for a long list would block every other
+    thread.
     """
     return _list(encoded(_chat_logprob(entry.logprob, table)) for entry in scored if entry.logprob is not None)
 
@@ -38,7 +38,7 @@ def _list(items: Iterable[str]) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity. A NaN is a fault of the engine that nobody must take for a value."""
+    """A value that JSON can hold; it has no infinity. NaN is an engine fault and raises."""
     if math.isnan(logprob):
         raise ValueError("a log-probability is NaN")
     return max(min(logprob, 0.0), _LEAST)
@@ -79,7 +79,7 @@ def _text_top(found: TokenLogprob | None, table: TokenTable) -> str:
 
 
 def _spelling(token_id: int, table: TokenTable) -> str:
-    """A token's text; one that is no text by itself as its bytes, so that different tokens look different."""
+    """A token's text, or its bytes if it is not valid text alone: different tokens must look different."""
     content = table.token_bytes(token_id)
     try:
         return content.decode()

@@ -8,13 +8,13 @@ from serve_app.catalog.catalog import Catalog, ListedCheckpoint
 from serve_app.catalog.served_model import ServedModel
 from serve_app.model_id import BaseModelId
 
-_CHECKPOINT_OWNER = "user"  # as for fine-tuned models elsewhere; who exactly is nobody else's business
+_CHECKPOINT_OWNER = "user"  # the usual value for fine-tuned models; the owner's name stays private
 
 
 async def list_models(catalog: Catalog, caller: Caller, *, with_checkpoints: bool) -> ModelList:
-    """Every base model that the caller may use, with its variants, and the checkpoints if asked for.
+    """Every base model that the caller may use, with its variants, and the checkpoints on request.
 
-    `has_more` tells that there are too many checkpoints to list them all.
+    `has_more`: there are too many checkpoints to list them all.
     """
     items: list[ModelReply | CheckpointReply] = []
     for model in catalog.visible_to(caller):

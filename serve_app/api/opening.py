@@ -1,6 +1,6 @@
-"""READ THIS FIRST: a request from its parsed body to the answer under way, in one function.
+"""READ THIS FIRST: `open_request` takes a parsed body to an answer whose first token has come, in one function.
 
-What is special to chats and to completions is in `chat.py` and `completions.py`: each makes one `Prepared`.
+`chat.py` and `completions.py` hold the differences between the two endpoints: each makes one `Prepared`.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,8 +26,8 @@ from serve_app.replicas.generation import open_generation
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What goes to the engine, and what becomes of its tokens. `asked_tokens`: `max_tokens` if the caller set it.
-    `preface` makes a part to begin with.
+    """The engine's request, and how its tokens become a reply. `asked_tokens`: `max_tokens` if the caller set it.
+    `preface` makes a part that comes before the engine's first.
     """
 
     generate: GenerateRequest
@@ -47,7 +47,7 @@ Prepare = Callable[[Edge, Ticket, Body, ResolvedModel], Awaitable[Prepared]]
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody(Generic[Body]):
-    """A body as the endpoint reads it, and what it does not read of it."""
+    """A body as the endpoint reads it, and the fields that it ignores."""
 
     body: Body
     ignored_fields: IgnoredFields
@@ -56,7 +56,7 @@ class ParsedBody(Generic[Body]):
 def parse_request(
     kind: type[Body], content: bytes, limits: LimitsConfig, longest_context: int, record: RequestRecord
 ) -> ParsedBody[Body]:
-    """`record` learns of the model that is asked for, also when the rest is refused. Raises `InvalidRequest`."""
+    """`record` gets the requested model even when the rest of the body is refused. Raises `InvalidRequest`."""
     names = kind.names()
     raw = parse_object(content, names, longest_context=longest_context)
     record.asked_for(raw.get("model"))
@@ -90,8 +90,8 @@ async def open_request(edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[
 
 
 def _num_scores(request: GenerateRequest, *, streamed: bool) -> int:
-    """How many log-probabilities are held at a time, those of alternatives included: those of the prompt, which come at
-    once, and all of a reply that is not streamed.
+    """How many log-probabilities are held at a time, alternatives included. The prompt's arrive together; a reply that
+    is not streamed is kept whole.
     """
     sampling, count = request.sampling, 0
     if sampling.logprobs is not None and not streamed:

@@ -25,13 +25,13 @@ class PromptTokens:
 
 
 def tokenize(prompt: str, model: ServedModel) -> PromptTokens:
-    """By the tokenizer's defaults; the text of a special token is that token. Raises `InvalidRequest`."""
+    """Tokenize by the tokenizer's defaults; the text of a special token becomes that token. Raises `InvalidRequest`."""
     (encoding,) = model.tokenizer.backend_tokenizer.encode_batch_fast([prompt])
     return PromptTokens(_not_empty(prompt, encoding.ids))
 
 
 def tokenize_for_echo(prompt: str, model: ServedModel) -> PromptTokens:
-    """The same, with what `echo` needs."""
+    """Tokenize, and keep the text and offsets that `echo` needs."""
     encoding = model.tokenizer.backend_tokenizer.encode(prompt)
     return PromptTokens(_not_empty(prompt, encoding.ids), prompt, tuple(start for start, _ in encoding.offsets))
 

@@ -19,7 +19,7 @@ async def prepare_images(
     `LimitReached` or a `ServingError`.
     """
     if edge.images is None:
-        raise InvalidRequest(f"{urls[0].param} is an image, and this service prepares none.", urls[0].param)
+        raise InvalidRequest(f"{urls[0].param} is an image, and this service accepts no images.", urls[0].param)
     config = target.model.config
     order = ImageOrder(
         source=resolve_source(config.source),

@@ -1,4 +1,4 @@
-"""The context window: the only place that judges a prompt against it, before it is tokenised and after."""
+"""The context window: the only place that checks a prompt against it, before and after tokenisation."""
 
 from collections.abc import Sequence
 
@@ -36,8 +36,8 @@ def check_prompt_length(prompt: str, model: ServedModel, context_length: int) ->
 
 
 def check_conversation_length(request: ChatRequest, model: ServedModel, context_length: int) -> None:
-    """The same for a conversation. A template writes all the text of the messages out. It may drop reasoning, calls and
-    tools, so these are judged by a measure that is too large for any that it keeps. Raises `InvalidRequest`.
+    """The same for a conversation. A template writes the text of all messages. It may drop reasoning, calls and tools,
+    so these get a looser bound. Raises `InvalidRequest`.
     """
     messages = request.conversation.messages
     _check("messages", [message.text for message in messages], model, context_length)
@@ -55,19 +55,21 @@ def check_conversation_length(request: ChatRequest, model: ServedModel, context_
 
 
 def most_unsure_characters(context_length: int) -> int:
-    """Of reasoning, arguments and declarations together: more cannot fit, even where a template keeps all of them."""
+    """The most characters of reasoning, arguments and declarations together that can fit, even if a template keeps all
+    of them.
+    """
     return _UNSURE_CHARACTERS + _UNSURE_CHARACTERS_PER_TOKEN * context_length
 
 
 def too_long(field: str, limit: int, given: str, *, window: str = THE_MODELS_WINDOW) -> InvalidRequest:
-    """The refusal of a prompt that no reply fits behind. `given`: how many tokens it has, in words."""
+    """The error for a prompt that leaves no room for a reply. `given`: its number of tokens, in words."""
     return InvalidRequest(
         f"{field} must have fewer tokens than {window} of {limit}, got {given}.", field, "context_length_exceeded"
     )
 
 
 def at_least(count: int) -> str:
-    """`given` of a prompt that was counted only until it was certainly too long."""
+    """`given` for a prompt whose counting stopped once it was certainly too long."""
     return f"at least {count} (counting stopped there)"
 
 

@@ -1,4 +1,4 @@
-"""What is recorded of each request, and for whom: metrics, logs and billing read it, nothing of the text is in it."""
+"""The record of each request, for metrics, logs and billing. It contains no prompt or reply text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Outcome(StrEnum):
     REFUSED = "refused"  # the caller's fault
     FAILED = "failed"  # ours
     LEFT = "left"  # the client went away
-    UNREAD = "unread"  # the client stayed, and did not read
+    UNREAD = "unread"  # the client stayed but did not read
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class RequestRecord:
     """One request, filled in as it proceeds. Times in seconds; `status` is the HTTP status, also of a failure after
     the response began.
 
-    `asked_model` is what the caller wrote, of any form and perhaps made up: for the log, never for a label of a metric.
-    `model` is a base id of the catalogue, `checkpoint` a path, both empty until the request was accepted.
+    `asked_model` is what the caller wrote, which can be any text: use it in the log, never as a metric label. `model`
+    is a base id of the catalogue, `checkpoint` a path; both are empty until the request was accepted.
     """
 
     request_id: str
@@ -53,7 +53,7 @@ class RequestRecord:
     duration_s: float = 0.0
 
     def about(self, target: ResolvedModel, *, streamed: bool) -> None:
-        """Note where the request goes, once it was accepted."""
+        """Note the model and checkpoint of an accepted request."""
         self.model = target.model.id
         self.checkpoint = "" if target.checkpoint is None else str(target.checkpoint)
         self.adapter_digest = target.adapter.digest if target.adapter is not None else ""
@@ -65,7 +65,7 @@ class RequestRecord:
             self.asked_model = model[:_MAX_ASKED_CHARACTERS]
 
     def count(self, reply: Reply) -> None:
-        """Note how far the reply has come."""
+        """Note the reply's progress."""
         usage = reply.usage
         self.prompt_tokens = usage.prompt_tokens
         self.cached_tokens = usage.cached_tokens
@@ -83,7 +83,7 @@ class Recorder(Protocol):
     def request_ended(self, record: RequestRecord) -> None: ...
 
     def config_checked(self, refusals: Sequence[Refusal]) -> None:
-        """After every configuration: what of it was not taken over."""
+        """Called after every configuration with its refused parts."""
 
 
 class NullRecorder:

@@ -1,7 +1,7 @@
 """One reply's state: token ids to text, reasoning and tool calls, with stop strings, log-probabilities and usage.
 
-A reply is a series of `ReplyPart`s, one per delta of the engine, however those are cut. A stream sends the parts as
-they come; a whole reply is all of them, joined.
+A reply is a series of `ReplyPart`s, one per engine delta. A stream sends the parts one by one; a whole reply joins all
+of them.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class WholeReply:
 
 
 class TextReader:
-    """Sampled tokens to the pieces of text that are certain, up to the first stop string."""
+    """Decodes sampled tokens to text that later tokens cannot change, up to the first stop string."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class TextReader:
         hidden_ids: frozenset[int] | None = None,
         offset: int = 0,
     ) -> None:
-        """`hidden_ids`: markers that do not show; the other markers then are ordinary text. None: markers are kept as
-        such, for a parser. `offset`: the character that the reply begins at.
+        """`hidden_ids`: markers to drop; other markers become ordinary text. None: markers are kept for a parser.
+        `offset`: the character at which the reply begins.
         """
         self._detokenizer = detokenizer
         self._hidden_ids = hidden_ids
@@ -98,7 +98,7 @@ class TextReader:
         return self._until_stop(self._detokenizer.feed((token_id,)))
 
     def end(self) -> list[Piece]:
-        """The rest, once there are no more tokens. It may complete a stop string."""
+        """The rest of the text after the last token. It may complete a stop string."""
         if self.has_matched:
             return []
         pieces = self._until_stop(self._detokenizer.flush())
@@ -134,8 +134,8 @@ class UnformattedParser:
 
 
 class Reply:
-    """Turns the deltas of one generation into parts. Once a part has a `finish_reason` there is nothing more to feed,
-    and the generation is to be closed: after a stop string it would go on.
+    """Turns the deltas of one generation into parts. After a part with a `finish_reason`, feed nothing more and close
+    the generation: after a stop string it would continue.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Reply:
         return self._parser.malformed
 
     def correct(self, whole: WholeReply) -> None:
-        """A reply that is sent whole and is not in the model's format is plain text, all of it."""
+        """Turn a whole reply that is not in the model's format into plain text."""
         if self.malformed:
             whole.texts, whole.reasonings, whole.tool_calls = [self._parser.raw_text], [], []
             whole.finish_reason = self.end_reason

@@ -1,4 +1,4 @@
-"""The requests of both endpoints, validated: what `validate.py` makes and everything behind it reads."""
+"""The validated requests of both endpoints. `validate.py` makes these values; all later steps read them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ from serve_app.images.preparing import ImageUrl
 SAMPLING_DEFAULTS: Final[Mapping[str, float]] = {
     field.name: field.default for field in fields(SamplingParams) if isinstance(field.default, int | float)
 }
-"""What an unset sampling field means: the engine's own defaults, which stand nowhere else."""
+"""The values of unset sampling fields: the engine's own defaults, declared only there."""
 
 Sampling = partial[SamplingParams]
 """All of `SamplingParams` but `max_tokens`, which depends on the length of the prompt."""
@@ -23,7 +23,9 @@ Sampling = partial[SamplingParams]
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """What the reply is to hold and how it is sent. `logprobs`: how many alternatives, None for none at all."""
+    """What the reply contains and how it is sent. `logprobs`: the number of alternatives, None for no
+    log-probabilities.
+    """
 
     stream: bool
     include_usage: bool
@@ -42,8 +44,8 @@ class ToolRules:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat that its model can take. `images`: by the index that its parts have. `tools_characters`: of the
-    declarations as JSON. `max_tokens` None: up to the end of the context.
+    """A chat that its model accepts. `images`: in the order of the index in their parts. `tools_characters`: the length
+    of the declarations as JSON. `max_tokens` None: up to the end of the context.
     """
 
     conversation: Conversation
@@ -60,8 +62,8 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A prompt that its model can take, as text or as token ids. `chunks`: as it came in `prompt_chunks`; `prompt` then
-    has the token ids of all of them.
+    """A prompt that its model accepts, as text or token ids. `chunks`: the value of `prompt_chunks`; `prompt` then has
+    the token ids of all chunks.
     """
 
     prompt: Prompt

@@ -1,6 +1,6 @@
 """The log-probabilities of a reply that is sent whole, kept until then.
 
-They are numbers in arrays, which take an eighth of the memory of the engine's objects.
+They are stored in arrays, which take an eighth of the memory of the engine's objects.
 """
 
 from array import array
@@ -14,7 +14,7 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token with its log-probability, None for one that nothing comes before, and the character it begins at."""
+    """A token, its log-probability (None for the first token of a prompt), and the character at which it begins."""
 
     token_id: int
     logprob: TokenLogprob | None
@@ -31,7 +31,7 @@ def _numbers() -> "array[float]":
 
 @dataclass(slots=True)
 class Scores:
-    """`Scored` values in order; each that is read is made anew."""
+    """`Scored` values in order; each read creates a new object."""
 
     token_ids: "array[int]" = field(default_factory=_integers)
     logprobs: "array[float]" = field(default_factory=_numbers)

@@ -1,4 +1,4 @@
-"""A request that was admitted: whose it is, what it has leased, what is recorded of it."""
+"""An admitted request: its caller, its lease on the key's limits, and its record."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from serve_app.api.record import RequestRecord
 
 @dataclass(slots=True)
 class Ticket:
-    """What a request carries through the service beside its body. `body_bytes`: length of the body as it came."""
+    """What a request carries through the service besides its body. `body_bytes`: length of the body as received."""
 
     caller: Caller
     lease: Lease
@@ -29,14 +29,14 @@ class Ticket:
         self.lease.hold(self.body_bytes + self.image_bytes + reply_bytes)
 
     def reserve(self, num_prompt: int, asked: int | None, most: int) -> None:
-        """As `Lease.reserve`, before the engine gets the prompt. Who hangs up before the first token has used it all
-        the same.
+        """As `Lease.reserve`, before the engine gets the prompt. A client that disconnects before the first token is
+        charged for the prompt.
         """
         self.lease.reserve(num_prompt, asked, most)
         self.record.prompt_tokens = num_prompt
 
     def refund(self) -> None:
-        """The caller got nothing for it."""
+        """Charge nothing: the caller got no token."""
         self.lease.settle(0)
         self.record.prompt_tokens = 0
 

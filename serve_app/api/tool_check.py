@@ -1,4 +1,4 @@
-"""The reply against `tool_choice` and `parallel_tool_calls`: a model cannot be made to follow them, only be checked."""
+"""Checks a reply against `tool_choice` and `parallel_tool_calls`. The model is not forced to follow them."""
 
 from renderers.messages import ToolCall
 from serve_app.api.requests import ToolRules

@@ -1,4 +1,6 @@
-"""Every rule between fields, and between a request and its model; the only maker of the values in `requests.py`."""
+"""Checks every rule between fields, and between a request and its model. Only this module makes the values in
+`requests.py`.
+"""
 
 import secrets
 from collections.abc import Sequence
@@ -115,7 +117,7 @@ def _sampling(
 
 
 def _top_k(asked: int, vocab_size: int) -> int:
-    """0 for all tokens, however that was written: samplers count in 64 bits, JSON does not."""
+    """0 for all tokens, whatever number the caller wrote: samplers count in 64 bits, JSON has no limit."""
     return asked if 0 < asked < vocab_size else 0
 
 

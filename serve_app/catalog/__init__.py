@@ -1,1 +1,1 @@
-"""What is served: models, their tokenizers and renderers, and what a `model` field resolves to."""
+"""The catalogue: base models with their tokenizers and renderers, and what the request field `model` resolves to."""

@@ -1,4 +1,6 @@
-"""What is served: from the `model` of a request, and who asks, to the model, its context length and the adapter."""
+"""The catalogue: resolves the request field `model`, for one caller, to the base model, its context length and the
+adapter.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from serve_app.model_id import BaseModelId, CheckpointPath, parse
 
 
 class ResolvedCheckpoint(Protocol):
-    """A verified checkpoint in a local directory (`checkpoints.py`)."""
+    """A verified checkpoint in a local directory (`checkpoints/checkpoint.py`)."""
 
     @property
     def digest(self) -> str: ...
@@ -32,7 +34,7 @@ class ResolvedCheckpoint(Protocol):
 
 
 class ListedCheckpoint(Protocol):
-    """What a look at a checkpoint tells, without reading it (`checkpoints/listing.py`)."""
+    """What a listing says about a checkpoint, without reading its weights (`checkpoints/listing.py`)."""
 
     @property
     def path(self) -> CheckpointPath: ...
@@ -61,18 +63,20 @@ class Checkpoints(Protocol):
     """Where checkpoints come from."""
 
     async def resolve_for(self, path: CheckpointPath, caller: str | None) -> ResolvedCheckpoint:
-        """The content that the path has now. Raises a `CheckpointError`; what is someone else's does not exist."""
+        """The content that the path has now. Raises a `CheckpointError`; another owner's private checkpoint counts as
+        not found.
+        """
 
     async def list(self, owner: str | None) -> Listing:
-        """Those that this owner may use."""
+        """The checkpoints that this owner may use."""
 
     def close(self) -> None:
-        """No more calls come."""
+        """Release everything; no call may follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """Where a request goes. `requested` comes back in the reply's `model`."""
+    """The model and adapter that a request runs on. The reply's `model` repeats `requested`."""
 
     requested: str
     model: ServedModel
@@ -92,7 +96,7 @@ class ResolvedModel:
 
 
 class Catalog:
-    """The models that are served. Without a store (`checkpoints` None) no checkpoint can be looked up."""
+    """The served models. Without a store (`checkpoints` None) no checkpoint can be looked up."""
 
     def __init__(self, models: Mapping[str, ServedModel], checkpoints: Checkpoints | None) -> None:
         self.models = models
@@ -109,7 +113,7 @@ class Catalog:
         return [model for model in self.models.values() if _may_use(caller, model)]
 
     async def checkpoints_of(self, caller: Caller) -> tuple[list[ListedCheckpoint], bool]:
-        """Those that the caller may use, and whether these are all."""
+        """The checkpoints that the caller may use, and whether the list is complete."""
         if self.checkpoints is None:
             return [], False
         listing = await self.checkpoints.list(caller.owner)
@@ -117,11 +121,13 @@ class Catalog:
         return mine, listing.is_complete
 
     def base_id(self, trained_on: str | None) -> str | None:
-        """The id of the served model that a checkpoint calls its base; None when it names none."""
+        """The id of the served model that a checkpoint names as its base; None when it names none."""
         return None if trained_on is None else next((model.id for model in self._meant_by(trained_on)), None)
 
     def _may_sample(self, caller: Caller, trained_on: str | None) -> bool:
-        """Whether a checkpoint that was trained on this can be sampled; one that does not tell can, on a named base."""
+        """Whether a checkpoint that was trained on this base can be sampled. One that names no base can, on a base that
+        the request names.
+        """
         return trained_on is None or any(_may_use(caller, model) for model in self._meant_by(trained_on))
 
     async def resolve(self, requested: str, caller: Caller) -> ResolvedModel:
@@ -155,11 +161,11 @@ class Catalog:
 
     async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> ResolvedCheckpoint:
         if self.checkpoints is None:
-            raise CheckpointUnavailable("There is no store of checkpoints: the configuration of it was refused.")
+            raise CheckpointUnavailable("No checkpoint can be served: the store's configuration was refused.")
         return await self.checkpoints.resolve_for(path, caller.owner)
 
     def _meant_by(self, name: str) -> list[ServedModel]:
-        """The models that a checkpoint may call its base by this name, the likeliest first."""
+        """The models that a checkpoint may mean by this base name, the most likely first."""
         return [self.models[config.id] for config in self._base_names.meant_by(name)]
 
     def _base_of(
@@ -172,12 +178,14 @@ class Catalog:
         trained_on = checkpoint.base_model
         if trained_on is None:
             if named is None:
-                raise InvalidRequest(f"The checkpoint {path} does not tell its base: use '<base>;{path}'.", "model")
+                raise InvalidRequest(
+                    f"The checkpoint {path} does not name its base model: use '<base>;{path}'.", "model"
+                )
             return named
         meant = self._meant_by(trained_on)
         usable = [model for model in meant if _may_use(caller, model)]
         if meant and not usable:
-            raise _not_found(str(path))  # what it was trained on is nothing for this caller to know
+            raise _not_found(str(path))  # not shown: this caller may not use the model that it was trained on
         if named is not None:
             if named[0] not in meant:
                 remedy = "" if meant else f" {_NAME_THE_BASE}"
@@ -195,7 +203,7 @@ class Catalog:
         return usable[0], usable[0].config.variants.get(variant, usable[0].context_length)
 
     async def _renderer(self, model: ServedModel, checkpoint: ResolvedCheckpoint) -> Renderer | None:
-        """With the checkpoint's own template, if the catalogue lets it bring one."""
+        """The renderer, with the checkpoint's own template where the catalogue allows one."""
         template = checkpoint.chat_template
         if template is None or not model.config.allow_checkpoint_chat_template:
             return model.renderer

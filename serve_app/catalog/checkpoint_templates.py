@@ -1,6 +1,6 @@
-"""Renderers with the chat templates that checkpoints bring along: built once for all who ask, and remembered.
+"""Renderers with the chat templates of checkpoints: each is built once and cached.
 
-Building one takes up to seconds of a thread, whether it can be used in the end or not: so refusals are remembered too.
+Building one can take seconds of a thread, even if the template is refused in the end. So refusals are cached too.
 """
 
 import threading
@@ -13,7 +13,7 @@ from serve_app.errors import CheckpointRefused
 from serve_app.single_flight import SingleFlight
 
 RENDER_US = 500_000
-"""What one may take to render, whatever the conversation (`renderers/templates/bounds.py`)."""
+"""The most time that such a template may take to render a conversation (`renderers/templates/bounds.py`)."""
 
 _REMEMBERED = 64
 _BUILDERS = 2
@@ -24,7 +24,7 @@ _Built = Renderer | str  # or why there is none
 
 
 class OwnTemplates:
-    """Owned by one event loop. Its threads end once nobody holds it."""
+    """Owned by one event loop. Its threads end once nothing refers to it."""
 
     def __init__(self) -> None:
         executor = ThreadPoolExecutor(_BUILDERS, thread_name_prefix="chat-template")
@@ -33,7 +33,7 @@ class OwnTemplates:
         self._known: OrderedDict[_Key, _Built] = OrderedDict()
 
     async def renderer(self, model: ServedModel, template: str) -> Renderer:
-        """Of the model's family, with this template. Raises `CheckpointRefused`."""
+        """A renderer of the model's family with this template. Raises `CheckpointRefused`."""
         key = (model.id, template)
         built = self._remembered(key)
         if built is None:
@@ -49,7 +49,7 @@ class OwnTemplates:
             return self._known.get(key)
 
     def _build(self, key: _Key, model: ServedModel) -> _Built:
-        """Remembers it here, in the thread: whoever asked may be gone by the time that it is there."""
+        """Build it and cache it, in the thread: the request may have ended before the result is ready."""
         built: _Built
         try:
             built = model.renderer_with(key[1])

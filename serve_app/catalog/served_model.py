@@ -1,4 +1,6 @@
-"""One base model as the edge sees it: tokenizer, renderer, limits. Loading one takes seconds: not on the event loop."""
+"""One base model as the ingress sees it: tokenizer, renderer, limits. Loading takes seconds, so it must not run on the
+event loop.
+"""
 
 import json
 import time
@@ -44,7 +46,7 @@ class ServedModel:
         return (self.context_length, *self.config.variants.values())
 
     def renderer_with(self, chat_template: str) -> Renderer:
-        """The same family with another template. Takes up to 200 ms, or seconds for a hostile one.
+        """A renderer of the same family with another template. Takes up to 200 ms, or seconds for a hostile template.
         Raises `TemplateRefused`.
         """
         return registry.build(self.config.renderer, self.tokenizer, chat_template, max_tokens=max(self.context_lengths))
@@ -74,10 +76,10 @@ def load_model(config: ModelConfig) -> ServedModel:
 
 
 def _context_length(config: ModelConfig, source: str, most: object) -> int:
-    """`most`: the length that the model was made for, if it tells; engines refuse what is longer."""
+    """`most`: the length that the model's config allows, if it names one; engines refuse longer ones."""
     context_length = config.context_length or most
     if not isinstance(context_length, int):
-        raise ConfigRefused(f"The model {config.id!r} needs context_length: {source!r} does not tell it.")
+        raise ConfigRefused(f"The model {config.id!r} needs context_length: {source!r} does not name one.")
     lengths = {config.id: context_length, **{f"{config.id}:{name}": n for name, n in config.variants.items()}}
     for name, length in lengths.items():
         if isinstance(most, int) and length > most:

@@ -1,17 +1,16 @@
-"""Checkpoints: LoRA adapters that training runs save for sampling, found, verified and kept by their content.
+"""Checkpoints: LoRA adapters that training runs save for sampling. This package finds, verifies and caches them by
+their content.
 
-    checkpoint.py   Checkpoint: what a path has now, and whose it is
-    store.py        CheckpointStore: the entry to this package
-    local.py        roots on a file system        remote.py      roots behind fsspec
-    content.py      one folder: whether it is complete, its owner, its digest
-    metadata.py     checkpoint.json
-    archive.py      a checkpoint as a tar file    tar.py         reading tar files
-    disk_cache.py   local copies, bounded
-    listing.py      which checkpoints there are
-    report.py       errors, with the checkpoint that they are about
-    root_folder.py  opening files below a root    filesystem.py  fsspec
+- `store.py`: `CheckpointStore`, the interface of the package.
+- `local.py`: roots on a file system; `remote.py`: roots that fsspec reaches.
+- `checkpoint.py`: a verified checkpoint; `content.py`: one folder, its completeness and digest.
+- `metadata.py`: checkpoint.json; `archive.py`, `tar.py`: a checkpoint as a tar file.
+- `disk_cache.py`: local copies, bounded; `listing.py`: lists of checkpoints.
+- `report.py`: errors with the checkpoint's owner.
+- `root_folder.py`: opens files below a root; `filesystem.py`: fsspec.
 
-Errors are those of `serve_app.errors`: `CheckpointError` and below, and `InvalidRequest` for a link out of its root.
+Errors are those of `serve_app.errors`: `CheckpointError` and its subclasses, and `InvalidRequest` for a link out of its
+root.
 """
 
 from serve_app.checkpoints.checkpoint import Checkpoint

@@ -36,14 +36,14 @@ def unpack_into(
 
 
 def read_workspace(workspace: str, report: Report, *, max_bytes: int, is_young: bool, is_final: bool) -> Content:
-    """What was put into a workspace of the cache. Raises `OwnedIncomplete` or `OwnedRefused`."""
+    """Read a checkpoint from a workspace of the cache. Raises `OwnedIncomplete` or `OwnedRefused`."""
     with open_folder(os.path.dirname(workspace), (os.path.basename(workspace),)) as folder:
         assert folder is not None
         return Reader(folder, report, max_bytes, is_young, is_final).read()
 
 
 def _about(descriptor: int, members: Mapping[str, Member]) -> Metadata:
-    """Whose it is, if that can be told yet; what is wrong with it is found when it is read."""
+    """The checkpoint's metadata, if it can be read yet. Errors are reported when the checkpoint is read."""
     member = members.get(METADATA_FILE)
     if member is None or member.size > MAX_CONFIG_BYTES:
         return Metadata()
@@ -54,7 +54,7 @@ def _about(descriptor: int, members: Mapping[str, Member]) -> Metadata:
 
 
 def _check(members: dict[str, Member], report: Report, max_bytes: int, *, is_young: bool) -> None:
-    """Before anything is copied. Takes out of the members what is never read."""
+    """Check the members before any is copied, and remove those that are never read."""
     members.pop(MARKER_FILE, None)
     pickle = members.pop(PICKLE_FILE, None)
     if pickle is not None and WEIGHTS_FILE not in members:

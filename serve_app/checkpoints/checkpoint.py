@@ -1,4 +1,4 @@
-"""A verified checkpoint: its content, and where that lies on this machine."""
+"""A verified checkpoint: its content, and its directory on this machine."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,9 +11,10 @@ from serve_app.model_id import CheckpointPath
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`directory` holds the two files of the adapter; should they change, whoever reads them sees another digest.
+    """`directory` holds the adapter's two files. If they change later, a reader computes another digest.
 
-    `base_model`: what it was trained on, None when it does not say. `owner` None or `public`: anybody may use it.
+    `base_model`: the model it was trained on, None when the checkpoint does not name it. `owner` None or `public`:
+    every caller may use it.
     """
 
     path: CheckpointPath

@@ -1,7 +1,7 @@
-"""One checkpoint's folder: is it complete, what does it say of itself, and what is the digest of its content.
+"""One checkpoint's folder: whether it is complete, its metadata, and the digest of its content.
 
-Complete is a checkpoint when both files are there and the weights have as many bytes as their header says, or when the
-run has put a marker beside them. What is not complete may be in a moment; what is complete but wrong will stay so.
+A checkpoint is complete when both files exist and the weights have the size that their header gives, or when the run
+has written a marker file. An incomplete checkpoint may become complete; a complete one with errors is refused for good.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ Fingerprint = tuple[str | tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a complete checkpoint holds. `digest` as in `engines.protocol.Adapter`."""
+    """The content of a complete checkpoint. `digest` as in `engines.protocol.Adapter`."""
 
     digest: str
     base_model: str | None
@@ -51,9 +51,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The files of a checkpoint, held open: what is read is what was there when it was opened, or a visible change.
+    """The files of a checkpoint, held open. A read returns the content at the time of opening, or a change shows in the
+    fingerprint.
 
-    `path`: the folder's real path. `files`: open descriptors by name, of those that are there.
+    `path`: the folder's real path. `files`: open descriptors of the existing files, by name.
     """
 
     path: str
@@ -67,7 +68,7 @@ class Folder:
 
     @property
     def changed_at(self) -> float:
-        """When anything changed last, in seconds since 1970 of the file system's clock."""
+        """The time of the last change of any file, in seconds since 1970 by the file system's clock."""
         return max((max(s.st_mtime, s.st_ctime) for s in self.statuses.values()), default=0.0)
 
 
@@ -76,7 +77,7 @@ def fingerprint(status: os.stat_result) -> tuple[int, ...]:
 
 
 def read_at(descriptor: int, count: int, offset: int = 0) -> bytes:
-    """As `os.pread`, but never less than there is."""
+    """As `os.pread`, but short only at the end of the file."""
     pieces = []
     while count > 0 and (piece := os.pread(descriptor, count, offset)):
         pieces.append(piece)
@@ -86,8 +87,8 @@ def read_at(descriptor: int, count: int, offset: int = 0) -> bytes:
 
 @contextmanager
 def open_folder(root: str, parts: tuple[str, ...]) -> Iterator[Folder | None]:
-    """None when there is no folder. Files are opened, not only looked up: over NFS that is what fetches their state
-    anew. Raises `LeavesRoot` or `OSError`.
+    """Open a checkpoint's folder; None when there is none. Files are opened, not only looked up: over NFS only opening
+    fetches their current state. Raises `LeavesRoot` or `OSError`.
     """
     with open_below(root, parts) as found:
         if found is None or not stat.S_ISDIR(os.fstat(found[0]).st_mode):
@@ -109,8 +110,8 @@ def open_folder(root: str, parts: tuple[str, ...]) -> Iterator[Folder | None]:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads one folder. `is_young`: it changed so lately that what looks wrong may be half-written. `is_final`: nothing
-    will be added to it.
+    """Reads one folder. `is_young`: it changed so recently that an apparent error may be a write in progress.
+    `is_final`: no file will be added.
     """
 
     folder: Folder
@@ -138,7 +139,7 @@ class Reader:
         )
 
     def at_a_glance(self) -> Unfit | None:
-        """What `read` would raise, as far as the sizes of the files and their first bytes tell."""
+        """Raise what `read` would raise, as far as file sizes and first bytes show it."""
         try:
             self.report.about = self._metadata()
             self._check_files()
@@ -183,7 +184,7 @@ class Reader:
             raise self._refused(f"{METADATA_FILE}: {exc}") from exc
 
     def _check_extent(self, max_header_bytes: int = MAX_HEADER_BYTES + 8) -> None:
-        """A longer header is not parsed, only its length is checked."""
+        """Check the size against the header. Of a longer header only the length is checked."""
         size = self.folder.statuses[WEIGHTS_FILE].st_size
         head = read_at(self.folder.files[WEIGHTS_FILE], _HEAD_BYTES)
         try:
@@ -244,7 +245,7 @@ class Reader:
 
 
 def max_file_bytes(name: str, max_weights_bytes: int) -> int | None:
-    """How many bytes one of `FILES` may have; None for those that are never read."""
+    """The size limit in bytes of one of `FILES`; None for files that are never read."""
     if name in (PICKLE_FILE, MARKER_FILE):
         return None
     limits = {WEIGHTS_FILE: max_weights_bytes, TEMPLATE_FILE: _MAX_TEMPLATE_BYTES}

@@ -1,12 +1,12 @@
-"""Local copies of checkpoints that lie elsewhere or in an archive: a bounded folder, keyed by content.
+"""A bounded folder of local copies of remote and archived checkpoints, keyed by content.
 
-    content/<digest>/   adapter_config.json, adapter_model.safetensors; complete from the moment it exists
-    names/<hash>.json   what a remote path held when it was last fetched, so that a restart fetches nothing again
-    work/<random>/      being fetched; never used, removed when it is old
-    lock                held while entries are added and removed, by whichever process does it
+- `content/<digest>/`: adapter_config.json and adapter_model.safetensors; always complete.
+- `names/<hash>.json`: the content of a remote path at its last download, so that a restart downloads nothing again.
+- `work/<random>/`: a download in progress; never read, removed when it is old.
+- `lock`: held by a process while it adds or removes entries.
 
-Least recently used goes first, by bytes; what was handed out within `in_use_s` stays. An entry is written under another
-name, flushed, and renamed; before a process uses an entry for the first time it hashes it.
+The least recently used entries are removed first; an entry used within `in_use_s` stays. An entry is written under
+another name, flushed, and renamed. A process hashes each entry before its first use.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ _MAX_NOTES: Final = 4096
 
 
 class CacheFull(Exception):
-    """No room for so many bytes, now."""
+    """The cache has no room for this many bytes now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class _Entry:
 
 
 class DiskCache:
-    """Blocks on the disk; safe on any thread, and beside other processes on the same folder. Raises `OSError` when the
+    """The cache. Calls block on the disk. Several threads and processes may use one folder. Raises `OSError` when the
     disk fails.
     """
 
     def __init__(self, directory: str, budget_bytes: int, *, in_use_s: float = 900.0) -> None:
-        """Touches nothing yet."""
+        """Does not touch the disk yet."""
         self.evictions = 0
         self._directory = directory
         self._budget_bytes = budget_bytes
@@ -59,7 +59,9 @@ class DiskCache:
 
     @contextmanager
     def workspace(self, nbytes: int) -> Iterator[str]:
-        """An empty folder for files of so many bytes in all, gone afterwards unless published. Raises `CacheFull`."""
+        """An empty folder for files of `nbytes` in total. It is removed afterwards unless published. Raises
+        `CacheFull`.
+        """
         path = os.path.join(self._directory, "work", secrets.token_hex(8))
         with self._locked():
             self._make_room(nbytes)
@@ -82,7 +84,7 @@ class DiskCache:
         entry = self._entry(digest)
         with self._locked():
             if digest not in self._verified:
-                self._remove(entry)  # nobody here knows whether what is there is sound
+                self._remove(entry)  # this process has not checked the existing entry
             if not os.path.isdir(entry):
                 os.rename(path, entry)
                 _flush(os.path.dirname(entry))
@@ -91,7 +93,9 @@ class DiskCache:
         return entry
 
     def use(self, digest: str) -> str | None:
-        """The entry's folder, marked as used now; None when there is none, or a damaged one, which is removed."""
+        """The entry's folder, marked as used now; None when there is none. A damaged entry is removed and counts as
+        none.
+        """
         entry = self._entry(digest)
         try:
             if digest in self._verified:
@@ -107,13 +111,13 @@ class DiskCache:
             if not os.path.isdir(entry):
                 self._verified.discard(digest)
                 return None
-        logger.error("A damaged copy of a checkpoint is removed from the cache: %s", digest)
+        logger.error("Removing a damaged checkpoint from the cache: %s", digest)
         with self._locked():
             self._remove(entry)
         return None
 
     def note(self, name: str, text: str) -> None:
-        """Remember a small text under a name, over restarts."""
+        """Store a small text under a name; it survives restarts."""
         path = self._note_path(name)
         temporary = f"{path}.{secrets.token_hex(4)}"
         with self._locked():
@@ -166,7 +170,7 @@ class DiskCache:
             raise CacheFull
 
     def _remove(self, entry: str) -> None:
-        """Out of sight first, so that nobody finds half of it."""
+        """Rename the entry first, so that no reader finds a part of it."""
         self._verified.discard(os.path.basename(entry))
         grave = os.path.join(self._directory, "work", secrets.token_hex(8))
         with suppress(FileNotFoundError):

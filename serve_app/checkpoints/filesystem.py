@@ -1,4 +1,4 @@
-"""fsspec, as far as it is used here: the state of some files, and fetching one within bounds."""
+"""The part of fsspec that the store uses: the state of files, and a bounded download."""
 
 import logging
 import os
@@ -13,24 +13,28 @@ from serve_app.errors import ConfigRefused
 
 logger = logging.getLogger(__name__)
 
-# What a store may say of a file that differs when the content does, by its name in fsspec's various implementations.
+# The fields, in fsspec's implementations, that change when a file's content changes.
 _VERSIONS: Final = (
     "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "blob_id", "LastModified", "last_modified",
     "Last-Modified", "mtime", "updated", "created",
 )  # fmt: skip
 _CHANGED: Final = ("LastModified", "last_modified", "mtime", "updated", "created")
-_MISSING_STATUSES: Final = (403, 404, 410)  # 403: how object stores say "missing" to who may not list
+_MISSING_STATUSES: Final = (
+    403,
+    404,
+    410,
+)  # 403: object stores answer this for a missing file if the client may not list
 _MAX_CHILDREN: Final = 10_000
 
 
 class StoreFailed(Exception):
-    """The store did not answer, or not with a file."""
+    """The store did not answer, or its answer was not a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file as the store describes it; `version` None when nothing there tells one content from another.
-    `changed_at`: in seconds since 1970, 0 when the store does not tell.
+    """A file as the store describes it. `version` None: the description cannot distinguish two contents. `changed_at`:
+    in seconds since 1970, 0 when the store gives none.
     """
 
     name: str
@@ -48,10 +52,12 @@ class _Fsspec(Protocol):
 
 
 class FileSystem:
-    """One root. Blocks on the network; safe on any thread."""
+    """One root. Calls block on the network. Thread-safe."""
 
     def __init__(self, url: str) -> None:
-        """Connects to nothing yet. Raises `ConfigRefused` when the kind of store is not known or not installed."""
+        """Opens no connection yet. Raises `ConfigRefused` when the kind of store is unknown or its package is not
+        installed.
+        """
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
         try:
@@ -65,7 +71,7 @@ class FileSystem:
         self._can_list = not url.startswith(("http://", "https://"))
 
     def states(self, folder: Sequence[str], names: Iterable[str]) -> tuple[FileState, ...]:
-        """Of those of the files that are there. Raises `StoreFailed`."""
+        """The states of the files that exist. Raises `StoreFailed`."""
         path = self._path(folder)
         with _asking(path):
             if self._can_list:
@@ -76,7 +82,7 @@ class FileSystem:
             return tuple(_state(name, info) for name, info in found if info is not None)
 
     def fetch(self, folder: Sequence[str], state: FileState, target: str, max_bytes: int) -> None:
-        """Into a new local file, at most `max_bytes`. Raises `FileNotFoundError` or `StoreFailed`."""
+        """Download into a new local file, at most `max_bytes`. Raises `FileNotFoundError` or `StoreFailed`."""
         from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
         limit = max_bytes if state.size is None else state.size
@@ -92,7 +98,7 @@ class FileSystem:
                 raise StoreFailed(f"{state.name} is shorter than the store said")
 
     def text(self, folder: Sequence[str], state: FileState, max_bytes: int) -> bytes | None:
-        """A small file; None when it is not there any more, or larger. Raises `StoreFailed`."""
+        """The content of a small file; None when it no longer exists or is too large. Raises `StoreFailed`."""
         path = f"{self._path(folder)}/{state.name}"
         if state.size is None or state.size > max_bytes:
             return None
@@ -103,7 +109,7 @@ class FileSystem:
                 return None
 
     def children(self, folder: Sequence[str]) -> list[str]:
-        """Names of what lies in a folder, at most 10,000; none where the store cannot list. Raises `StoreFailed`."""
+        """The names in a folder, at most 10,000; empty where the store cannot list. Raises `StoreFailed`."""
         if not self._can_list:
             return []
         path = self._path(folder)
@@ -123,7 +129,7 @@ class FileSystem:
         try:
             return self._files.info(url)
         except FileNotFoundError as exc:
-            # fsspec says so of every failure; what the server said is in the cause.
+            # fsspec raises this for every failure; the server's answer is in the cause.
             cause = exc.__cause__
             if cause is not None and getattr(cause, "status", None) not in _MISSING_STATUSES:
                 raise StoreFailed(f"{type(cause).__name__}") from exc

@@ -1,4 +1,4 @@
-"""Which checkpoints there are for a caller. Bounded, whatever lies in the roots: in entries looked at, and in time."""
+"""Lists the checkpoints that a caller may use. The entries examined and the time are bounded."""
 
 import os
 import time
@@ -34,9 +34,9 @@ _TAR = ".tar"
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """What a look tells of a checkpoint. `changed_at`: in seconds since 1970, 0 where the store does not tell.
-    `base_model`: what it was trained on, None when it does not say. `problem`: why it cannot be sampled, None as long
-    as nothing is known: a listing looks at the first bytes of local files only.
+    """A listed checkpoint. `changed_at`: in seconds since 1970, 0 where the store gives none. `base_model`: the model
+    it was trained on, None when the checkpoint does not name it. `problem`: why it cannot be sampled, None if no reason
+    is known. A listing reads only the first bytes of local files.
     """
 
     path: CheckpointPath
@@ -47,7 +47,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """`checkpoints`: newest first. `is_complete`: whether these are all."""
+    """`checkpoints`: newest first. `is_complete`: the list holds all of them."""
 
     checkpoints: tuple[ListedCheckpoint, ...]
     is_complete: bool
@@ -59,8 +59,8 @@ class Listing:
 
 @dataclass(slots=True)
 class Search:
-    """One look through a root: for whom, within which bounds, and what was found. `max_bytes`: of a checkpoint's
-    weights. `has_failed`: the root could not be read, or not all of it.
+    """One search of a root: its caller, its bounds, and its results. `max_bytes`: of a checkpoint's weights.
+    `has_failed`: some of the root could not be read.
     """
 
     caller: str | None
@@ -75,7 +75,7 @@ class Search:
     _entries: int = 0
 
     def goes_on(self) -> bool:
-        """Counts one more entry."""
+        """Count one entry; False once a bound is reached."""
         self._entries += 1
         return not self.is_cut
 
@@ -85,14 +85,16 @@ class Search:
 
     @property
     def has_time_to_check(self) -> bool:
-        """Whether files may be looked into: parsing a header takes milliseconds, and all are to be listed."""
+        """Whether there is time to read files: parsing a header takes milliseconds, and the listing must reach every
+        checkpoint.
+        """
         return not self._is_late(self.seconds / 4)
 
     def _is_late(self, seconds: float) -> bool:
         return time.monotonic() - self._started > seconds
 
     def claim(self, path: CheckpointPath) -> bool:
-        """Note that something lies at the path; False if that is known already."""
+        """Note that the path exists; False if it was noted before."""
         if path in self.claimed:
             return False
         self.claimed.add(path)
@@ -106,8 +108,8 @@ class Search:
         changed_at: float,
         check: Callable[[], Unfit | None] = lambda: None,
     ) -> None:
-        """If the caller may use it. `config` reads the adapter's configuration, if it is needed; `check` looks for what
-        is wrong, if there is time.
+        """Add a checkpoint if the caller may use it. `config` reads the adapter's configuration, if needed; `check`
+        looks for errors, if there is time.
         """
         try:
             about = Metadata() if metadata is None else parse_metadata(metadata)
@@ -126,7 +128,7 @@ class Search:
 
 
 def merge(searches: Iterable[Search]) -> Listing:
-    """Of the roots in their order: the first that has anything at a path decides, as in a request."""
+    """Merge the roots in their order: the first root that has anything at a path decides, as in a request."""
     found: list[ListedCheckpoint] = []
     claimed: set[CheckpointPath] = set()
     is_complete = True
@@ -190,7 +192,7 @@ def _text_of(archive: int, members: Mapping[str, Member], file: str) -> bytes | 
 
 
 def search_files(files: FileSystem, search: Search) -> None:
-    """Checkpoints of a remote root, tar files excepted: who may use them is written inside. Raises `StoreFailed`."""
+    """Checkpoints of a remote root, without tar files: their owner is written inside. Raises `StoreFailed`."""
     for run in files.children(()):
         if not search.goes_on():
             return

@@ -1,12 +1,11 @@
 """A root on this machine's file system, NFS included.
 
-Looked at anew at every request: by opening the files, because that is what makes an NFS client ask its server. What was
-read is remembered by the files' identity, size and time stamps, once these are too old for a later write to leave them
-as they are. Over NFS, mount with `lookupcache=positive`, or a new checkpoint stays unseen for as long as the client
-keeps the old state of the folder.
+Every request opens the files again, because only opening makes an NFS client ask its server. Results are cached by the
+files' identity, size and time stamps, once these are old enough that any later write must change them. Over NFS, mount
+with `lookupcache=positive`. Otherwise a new checkpoint stays invisible for as long as the client caches the folder.
 
-A run that replaces a checkpoint should write beside it and rename the folder, or list the files' SHA-256 in
-checkpoint.json: nothing else tells the new configuration beside the old weights from a checkpoint.
+A run that replaces a checkpoint should write a new folder and rename it, or list the files' SHA-256 in checkpoint.json.
+Otherwise a new configuration with old weights looks like a complete checkpoint.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ FOLDER: Final = "sampler_weights"
 YOUNG_S: Final = 10.0
 # The coarsest time stamps of file systems in use. Files younger than that can change without a trace.
 _STAMP_S: Final = 2.0
-# Time stamps are those of the kernel's last tick: a write within this time may leave the one there is.
+# The kernel takes time stamps from its last tick: a write within this time may not change the stamp.
 _TICK_S: Final = 0.02
 _ATTEMPTS: Final = 4
 _REMEMBERED: Final = 4096
@@ -45,7 +44,7 @@ LookupResult = Checkpoint | OwnedRefused
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What lies at a path now: `changed_at` in seconds since 1970, `is_tar` and its state."""
+    """The state of a path now: `changed_at` in seconds since 1970, `is_tar`, and the files' state."""
 
     state: Fingerprint
     changed_at: float
@@ -53,8 +52,8 @@ class _Seen:
 
 
 class _Memory:
-    """The last outcomes by path, for as long as nothing changed. Bounded in number and in characters of templates.
-    Used from several threads.
+    """A cache of the last outcomes by path, valid while the files are unchanged. Bounded in number and in characters of
+    templates. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ def _characters(outcome: LookupResult) -> int:
 
 
 class LocalRoot:
-    """One folder. `looks` runs what takes microseconds, `reads` what takes as long as reading a checkpoint."""
+    """One folder. `looks` runs calls that take microseconds, `reads` runs calls that read a checkpoint."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class LocalRoot:
         self._memory = _Memory()
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
-        """The content that the path has now; None when there is nothing.
+        """The content that the path has now; None when it does not exist.
 
         Raises `OwnedIncomplete`, `OwnedRefused`, `LeavesRoot`, `CacheFull` or `OSError`.
         """
@@ -117,7 +116,7 @@ class LocalRoot:
         return await self._reading.run((path, seen.state), lambda: self._read(path))
 
     def _look(self, path: CheckpointPath) -> _Seen | LookupResult | None:
-        """What is remembered of the path, or else its state."""
+        """The cached outcome of the path, or else its state."""
         with open_folder(self.root, _parts(path)) as folder:
             seen = None if folder is None else _Seen(folder.fingerprint, folder.changed_at, is_tar=False)
         if seen is None:
@@ -159,7 +158,7 @@ class LocalRoot:
     def _outcome(
         self, path: CheckpointPath, seen: _Seen, report: Report, *, is_young: bool
     ) -> LookupResult | OwnedIncomplete | None:
-        """None when what was seen is not there any more."""
+        """Read the checkpoint; None when it no longer exists."""
         self.num_reads += 1
         try:
             if seen.is_tar:

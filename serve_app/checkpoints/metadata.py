@@ -1,9 +1,10 @@
-"""What a checkpoint says of itself: `checkpoint.json`, and the base model in `adapter_config.json`.
+"""A checkpoint's metadata: `checkpoint.json`, and the base model in `adapter_config.json`.
 
     {"base_model": "Qwen/Qwen3-8B", "owner": "alice", "public": false, "expires_at": "2031-01-01T00:00:00Z",
      "sha256": {"adapter_model.safetensors": "…"}}
 
-Every field may be missing or null; others are ignored. Write the file before the weights: it says who may use them.
+Every field may be missing or null; unknown fields are ignored. Write this file before the weights, because it names
+their owner.
 """
 
 import json
@@ -18,11 +19,11 @@ _MAX_NAME_CHARACTERS: Final = 1024
 
 
 class NotJson(ValueError):
-    """The text is no JSON object: garbage, or the first part of one. The message is a predicate."""
+    """The text is not a complete JSON object. The message is a predicate."""
 
 
 class BadField(ValueError):
-    """A field cannot be understood. The message is a sentence without the file's name."""
+    """A field has a value that is not allowed. The message is a sentence without the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def parse_metadata(text: bytes) -> Metadata:
 
 
 def base_of(config: Mapping[str, object]) -> str | None:
-    """The base model in the adapter's configuration, where it says one."""
+    """The base model in the adapter's configuration, if it names one."""
     base = config.get("base_model_name_or_path")
     return base if isinstance(base, str) and 0 < len(base) <= _MAX_NAME_CHARACTERS else None
 
@@ -69,7 +70,7 @@ def _name(raw: Mapping[str, object], name: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME_CHARACTERS:
-        raise BadField(f"{name} must be a text of 1 to {_MAX_NAME_CHARACTERS} characters, not {value!r:.60}.")
+        raise BadField(f"{name} must be a string of 1 to {_MAX_NAME_CHARACTERS} characters, not {value!r:.60}.")
     return value
 
 

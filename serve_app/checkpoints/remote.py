@@ -1,8 +1,8 @@
 """A root that fsspec reaches: object stores, hubs, web servers.
 
-Whether a checkpoint changed is told by what the store says of its files (ETag, generation, time of change), asked at
-most every `recheck_s`. What a path held is noted in the disk cache, so that a restart fetches nothing again. Failures
-are remembered for seconds, and what is incomplete or refused for as long as the store says the same of the files.
+A change is detected by the store's description of the files (ETag, generation, time of change), fetched at most every
+`recheck_s`. The disk cache records the content of each path, so that a restart downloads nothing again. Failures are
+cached for seconds. An incomplete or refused checkpoint is cached until the description changes.
 """
 
 import json
@@ -42,21 +42,21 @@ _FAILED_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """What the store says lies at a path: the files of a folder, or the one of a tar file."""
+    """The store's description of a path: the files of a folder, or one tar file."""
 
     files: tuple[FileState, ...]
     is_tar: bool
 
     @property
     def is_telling(self) -> bool:
-        """Whether the same listing means the same content."""
+        """Whether an equal listing proves equal content."""
         return all(file.version is not None for file in self.files)
 
 
 @dataclass(slots=True)
 class _Known:
-    """Of one path: the last listing, since when the store says so, when it was asked last (monotonic seconds), and
-    what came of it. An error holds until `until`.
+    """The cached state of one path: the last listing, since when it is the same, when the store was asked last
+    (monotonic seconds), and the outcome. An error is valid until `until`.
     """
 
     listing: _Listing | None = None
@@ -68,7 +68,7 @@ class _Known:
 
 
 class RemoteRoot:
-    """One root. Owned by one event loop; `looks` runs what asks the store, `reads` what downloads."""
+    """One root. Owned by one event loop; `looks` runs queries to the store, `reads` runs downloads."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class RemoteRoot:
         self._known: OrderedDict[CheckpointPath, _Known] = OrderedDict()
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
-        """The content that the path had at most `recheck_s` ago; None when there is nothing.
+        """The content that the path had at most `recheck_s` ago; None when it does not exist.
 
         Raises a `CheckpointError`, `CacheFull` or `OSError`.
         """
@@ -123,7 +123,7 @@ class RemoteRoot:
         return known
 
     async def _ask(self, path: CheckpointPath, known: _Known) -> None:
-        """Bring the listing up to date; what came of another listing is forgotten."""
+        """Refresh the listing; drop the outcome of an older one."""
         try:
             listing = await self._listings.run(path, lambda: self._list(path))
         except StoreFailed as exc:
@@ -155,7 +155,7 @@ class RemoteRoot:
                 known.error = afresh(exc)
                 known.until = math.inf if isinstance(exc, CheckpointRefused) else time.monotonic() + YOUNG_S
             raise
-        except FileNotFoundError as exc:  # it was there a moment ago
+        except FileNotFoundError as exc:  # it existed when it was listed
             raise Report(str(path)).incomplete("it is being written.") from exc
         except StoreFailed as exc:
             known.error = CheckpointUnavailable(f"The store of the checkpoint {path} does not answer.")
@@ -208,7 +208,7 @@ class RemoteRoot:
         return self._max_bytes if listing.is_tar else max_file_bytes(file.name, self._max_bytes)
 
     def _about(self, folder: tuple[str, ...], listing: _Listing) -> Metadata:
-        """Whose it is, if that can be told."""
+        """The checkpoint's metadata, if it can be read."""
         about = next((file for file in listing.files if file.name == METADATA_FILE), None)
         text = about and self.files.text(folder, about, MAX_CONFIG_BYTES)
         try:
@@ -217,7 +217,7 @@ class RemoteRoot:
             return Metadata()
 
     def _problem(self, listing: _Listing, report: Report) -> Callable[[], Unfit] | None:
-        """What the listing alone tells, before anything is fetched."""
+        """The error that the listing alone shows, before any download."""
         names = {file.name for file in listing.files}
         if not listing.is_tar:
             if PICKLE_FILE in names and WEIGHTS_FILE not in names:
@@ -238,7 +238,7 @@ def _note(listing: _Listing, content: Content) -> str:
 
 
 def _parse_note(text: str | None, listing: _Listing) -> Content | None:
-    """What was noted, if it was of the same listing."""
+    """The recorded content, if it belongs to the same listing."""
     if text is None or not listing.is_telling:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The errors about one checkpoint, with whose it is: to others it does not exist, whatever is wrong with it."""
+"""Errors about one checkpoint, with its owner: other callers must get "not found", whatever the error is."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from serve_app.errors import CheckpointIncomplete, CheckpointRefused
 
 
 class OwnedIncomplete(CheckpointIncomplete):
-    """Incomplete, and whose; `owner` None: nobody's, or not known yet."""
+    """The checkpoint is incomplete. `owner` None: it has no owner, or the owner is not known yet."""
 
     def __init__(self, message: str, owner: str | None = None, public: bool = False) -> None:
         super().__init__(message, owner, public)
@@ -16,7 +16,7 @@ class OwnedIncomplete(CheckpointIncomplete):
 
 
 class OwnedRefused(CheckpointRefused):
-    """Refused, and whose."""
+    """The checkpoint is refused."""
 
     def __init__(self, message: str, owner: str | None = None, public: bool = False) -> None:
         super().__init__(message, owner, public)

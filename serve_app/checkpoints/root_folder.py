@@ -1,7 +1,7 @@
-"""Opening files below a folder, without ever being led out of it by a link.
+"""Opens files below a root folder. A link can never lead outside the root.
 
-Every part of a path is opened relative to the folder before it, and never through a link: links are read and followed
-here, part by part. So no change of the tree at any moment, by anybody, can make this open a file outside the root.
+Every part of a path is opened relative to its parent folder, and never through a link. Links are read and followed
+here, part by part. So no concurrent change of the tree can make this code open a file outside the root.
 """
 
 import errno
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _MAX_LINKS = 40  # as Linux
-# Not blocking: opening a FIFO would wait for a writer for ever.
+# Not blocking: opening a FIFO would wait for a writer without end.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO})  # ENXIO: a socket
 
@@ -21,9 +21,10 @@ class LeavesRoot(Exception):
 
 @contextmanager
 def open_below(root: str, parts: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]] | None]:
-    """A descriptor of what lies at `parts` below `root`, and its real parts, links resolved; None if nothing does.
+    """A descriptor of the file at `parts` below `root`, and its real parts with links resolved; None if it does not
+    exist.
 
-    Raises `LeavesRoot`, or `OSError` when something is in the way.
+    Raises `LeavesRoot`, or `OSError` when a part cannot be opened.
     """
     try:
         descriptor, real = _walk(root, parts)

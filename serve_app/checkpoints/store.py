@@ -1,9 +1,9 @@
-"""The checkpoint store: from a path to the content that it has now, in a local folder, verified.
+"""The checkpoint store: from a checkpoint's path to its current content, verified, in a local folder.
 
     path -> root by root -> what lies there -> is it complete, whose is it, which content -> Checkpoint
 
-Local folders are served where they lie; tar files and remote roots go through the disk cache. Nothing has to announce a
-checkpoint: it is there in the first request after its last byte was written, and so is its replacement.
+Local folders are served in place; tar files and remote roots go through the disk cache. A checkpoint needs no
+announcement: the first request after its last byte was written finds it. The same holds for a replacement.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _LIST_S = 15.0  # a search looks for 5 s; the rest is for the call that it waits
 
 @dataclass(frozen=True, slots=True)
 class StoreCounters:
-    """What the store did since it was opened: checkpoints read and hashed, fetched, dropped from the disk cache."""
+    """Counts since the store was opened: checkpoints read and hashed, downloaded, and removed from the disk cache."""
 
     reads: int
     fetches: int
@@ -60,9 +60,9 @@ class CheckpointStore:
         recheck_s: float = 2.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`roots`: folders and URLs, in the order in which they are searched. `cache_directory` None: a folder under
-        the user's cache. `max_bytes`: of one checkpoint's weights. `timeout_s`: how long a request waits; the work
-        goes on, for the next one. Touches no file yet. Raises `ConfigRefused`.
+        """`roots`: folders and URLs, in search order. `cache_directory` None: a folder under the user's cache.
+        `max_bytes`: of one checkpoint's weights. `timeout_s`: how long a request waits; the work continues for later
+        requests. Touches no file yet. Raises `ConfigRefused`.
         """
         directory = cache_directory or str(Path.home() / ".cache" / "roundhouse" / "checkpoints")
         self._cache = DiskCache(directory, cache_bytes)
@@ -78,7 +78,7 @@ class CheckpointStore:
 
     @classmethod
     def of(cls, config: CheckpointsConfig) -> Self:
-        """As the configuration has it. Raises `ConfigRefused`."""
+        """The store that the configuration describes. Raises `ConfigRefused`."""
         cache = config.cache_directory
         return cls(
             [resolve_path(root) for root in config.roots],
@@ -112,7 +112,7 @@ class CheckpointStore:
         )
 
     async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
-        """As `resolve`, for a caller: what is someone else's is not found, whatever is wrong with it."""
+        """As `resolve`, for one caller: another owner's private checkpoint is not found, whatever its errors."""
         try:
             checkpoint = await self.resolve(path)
         except (OwnedIncomplete, OwnedRefused) as exc:
@@ -124,7 +124,7 @@ class CheckpointStore:
         return checkpoint
 
     async def resolve(self, path: CheckpointPath) -> Checkpoint:
-        """The content that the path has now, for whoever may use anything.
+        """The content that the path has now, without a check of the owner.
 
         Raises `CheckpointNotFound` (also when it has expired), `CheckpointIncomplete`, `CheckpointRefused`,
         `CheckpointUnavailable`, or `InvalidRequest` when a link leads out of its root.
@@ -141,7 +141,7 @@ class CheckpointStore:
         return checkpoint
 
     async def _find(self, path: CheckpointPath) -> Checkpoint | None:
-        """In the first root that has something at the path, complete or not."""
+        """The content in the first root that has the path, complete or not."""
         for root in self._roots:
             checkpoint = await root.find(path)
             if checkpoint is not None:
@@ -149,8 +149,8 @@ class CheckpointStore:
         return None
 
     async def list(self, owner: str | None) -> Listing:
-        """Checkpoints that look complete and that this owner may use. Bounded: at most 1000, and 5 s of looking. A root
-        that cannot be listed, or does not answer in time, is left out.
+        """Checkpoints that look complete and that this owner may use. Bounded to 1000 checkpoints and 5 s of search. A
+        root that cannot be listed, or does not answer in time, is left out.
         """
         return merge(await asyncio.gather(*(self._search(number, owner) for number in range(len(self._roots)))))
 
@@ -161,11 +161,11 @@ class CheckpointStore:
                     owner, partial(_search_root, self._roots[number], owner, self._max_bytes)
                 )
         except TimeoutError:
-            logger.warning("Root %d of the checkpoints was not listed in time.", number)
+            logger.warning("Checkpoint root %d was not listed in time.", number)
             return Search(owner, has_failed=True)
 
     def close(self) -> None:
-        """What is under way ends in its own time; its results are dropped."""
+        """Stop. Running calls finish later; their results are dropped."""
         self._looks.shutdown(wait=False, cancel_futures=True)
         self._reads.shutdown(wait=False, cancel_futures=True)
         for searches in self._searches:
@@ -182,26 +182,28 @@ def _search_root(root: LocalRoot | RemoteRoot, owner: str | None, max_bytes: int
     except FileNotFoundError:
         pass
     except (OSError, StoreFailed) as exc:
-        logger.warning("A root of checkpoints cannot be listed: %r", exc)
+        logger.warning("A checkpoint root cannot be listed: %r", exc)
         search.has_failed = True
     return search
 
 
 def _not_found(path: CheckpointPath) -> CheckpointNotFound:
-    """In the words with which the catalogue denies a model: the two must not differ."""
+    """The same text that the catalogue uses for an unknown model: the two must not differ."""
     return CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
 
 
 @contextmanager
 def _translated(path: CheckpointPath) -> Iterator[None]:
-    """What roots raise, as errors of the service."""
+    """Converts what roots raise to errors of the service."""
     try:
         yield
     except LeavesRoot as exc:
         raise InvalidRequest(f"model names {str(path)!r}, where a link leads out of the store.", "model") from exc
     except CacheFull as exc:
-        logger.error("The cache of checkpoints has no room for %s.", path)
-        raise CheckpointUnavailable(f"The checkpoint {path} cannot be copied now: no room.") from exc
+        logger.error("The checkpoint cache has no room for %s.", path)
+        raise CheckpointUnavailable(
+            f"The checkpoint {path} cannot be loaded now: the checkpoint cache is full."
+        ) from exc
     except OSError as exc:
         logger.error("The checkpoint %s cannot be read: %r", path, exc)
         raise CheckpointUnavailable(f"The checkpoint {path} cannot be read now.") from exc

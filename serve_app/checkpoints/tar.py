@@ -1,8 +1,8 @@
-"""A checkpoint as one uncompressed tar file: its few known files, read by a parser that can do nothing else.
+"""A checkpoint as one uncompressed tar file. This parser reads the few known files and nothing else.
 
-Nothing is ever written under a name from the archive. Links, devices, absolute and climbing names are refused wherever
-they stand in it, and so is everything that a plain archive does not need: sparse files, endless extended headers. The
-end-of-archive block must be there: without it the archive is half-written, whatever it holds so far.
+No file is ever written under a name from the archive. Links, devices, absolute paths and paths with `..` are refused
+anywhere in it. So is everything that a plain archive does not need: sparse files, very long extended headers. The
+end-of-archive block is required: an archive without it is still being written.
 """
 
 import os
@@ -24,11 +24,11 @@ _REFUSED_TYPES: Final = {
 
 
 class TarRefused(Exception):
-    """What the archive holds is not allowed in one; the message is a sentence."""
+    """The archive has a member that is not allowed; the message is a sentence."""
 
 
 class TarWrong(Exception):
-    """The bytes are no tar archive; the message is a sentence."""
+    """The bytes are not a tar archive; the message is a sentence."""
 
 
 class TarTruncated(Exception):
@@ -45,7 +45,7 @@ class Member:
 
 
 def known_files(descriptor: int) -> dict[str, Member]:
-    """The checkpoint's files by name: those at the top, or in the one folder that the archive has.
+    """The checkpoint's files by name. They lie at the top of the archive, or in its only folder.
 
     Walks the whole archive. Raises `TarRefused`, `TarWrong` or `TarTruncated`.
     """
@@ -103,7 +103,7 @@ def _members(descriptor: int) -> Iterator[Member]:
 def _parse(header: bytes, extended: Mapping[str, str]) -> tuple[str, bytes, int]:
     blank = header[:148] + b" " * 8 + header[156:]
     if _number(header[148:156]) not in (sum(blank), sum(byte - 256 * (byte > 127) for byte in blank)):
-        raise TarWrong("a header's checksum is wrong.")
+        raise TarWrong("a header has a wrong checksum.")
     name = header[:100].partition(b"\0")[0]
     prefix = header[345:500].partition(b"\0")[0] if header[257:263] == b"ustar\0" else b""
     full = b"/".join(part for part in (prefix, name) if part).decode("utf-8", "surrogateescape")

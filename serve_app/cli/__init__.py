@@ -1,1 +1,1 @@
-"""`python -m serve_app`: check, up, chat, keys, models, checkpoints, render."""
+"""The command line, `python -m serve_app`: start, deploy and try the service, and check its configuration."""

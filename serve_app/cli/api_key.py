@@ -1,4 +1,4 @@
-"""The API key that a terminal command sends: an argument shows in `ps`, a variable or a file does not."""
+"""The API key that a command sends. `ps` shows an argument, but not a variable or a file."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a start would find wrong with a config.yaml, found before anything is started: all but the weights is read."""
+"""Checks a config.yaml without starting anything. It reads everything that a start would read, except weights."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 def check(path: Path) -> DeployConfig:
-    """Raises `ConfigRefused` with one sentence for each thing that is wrong."""
+    """Raises `ConfigRefused` with one sentence for each error."""
     config = check_file(path)
     check_here(config)
     return config
@@ -35,7 +35,7 @@ def check_file(path: Path) -> DeployConfig:
 
 
 def check_here(config: DeployConfig) -> None:
-    """What the ingress and the models would refuse, if they ran on this machine. Raises `ConfigRefused`."""
+    """Check what the ingress and the models would refuse on this machine. Raises `ConfigRefused`."""
     problems = list(_of_engines(config))
     if config.service is not None:
         problems += [*_of_keys(config.service, config.ingress_variables), *_of_catalog(config.service)]
@@ -107,5 +107,5 @@ def _complaints(what: str, look: Callable[[_T], object], at: _T) -> Iterator[str
         look(at)
     except (ConfigRefused, ModelRefused) as exc:
         yield str(exc)
-    except Exception as exc:  # a tokenizer or a config.json can fail in ways of its own
+    except Exception as exc:  # tokenizers and config.json files can raise any exception
         yield f"{what} cannot be loaded: {type(exc).__name__}: {' '.join(str(exc).split())}"

@@ -1,6 +1,4 @@
-"""What the store holds, and whether a checkpoint can be served, without running the service: for
-`python -m serve_app checkpoints list | check`.
-"""
+"""Lists and checks checkpoints without running the service: `python -m serve_app checkpoints list | check`."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,16 +18,16 @@ from serve_app.model_id import CheckpointPath
 
 
 async def list_checkpoints(config: DeployConfig, owner: str | None) -> list[str]:
-    """Newest first; those without an owner, and those of `owner`."""
+    """The public checkpoints and those of `owner`, newest first."""
     async with _store(config) as store:
         listing = await store.list(owner)
         return [str(path) for path in listing.paths]
 
 
 async def check_checkpoint(config: DeployConfig, path: CheckpointPath, model_id: str | None) -> list[str]:
-    """Lines about the checkpoint. Raises the `CheckpointError` or `AdapterError` that a request would be answered with.
+    """Lines about the checkpoint. Raises the `CheckpointError` or `AdapterError` that a request would get.
 
-    It is read as a replica would read it, against the base model's shapes; the base's weights are not needed.
+    It is read as a replica reads it, against the base model's shapes. The base model's weights are not needed.
     """
     async with _store(config) as store:
         checkpoint = await store.resolve(path)
@@ -40,7 +38,7 @@ async def check_checkpoint(config: DeployConfig, path: CheckpointPath, model_id:
         return [
             f"digest    {checkpoint.digest}",
             f"base      {model.id} (the checkpoint says {checkpoint.base_model})",
-            f"owner     {checkpoint.owner or 'none: anybody may use it'}",
+            f"owner     {checkpoint.owner or 'none: every key may use it'}",
             f"expires   {checkpoint.expires_at or 'never'}",
             f"rank      {weights.rank}",
             f"modules   {len(weights.pairs)}",
@@ -51,7 +49,7 @@ async def check_checkpoint(config: DeployConfig, path: CheckpointPath, model_id:
 @asynccontextmanager
 async def _store(config: DeployConfig) -> AsyncIterator[CheckpointStore]:
     if config.service is None:
-        raise ConfigRefused("The configuration has no application that serves an API.")
+        raise ConfigRefused("The configuration has no api application.")
     store = CheckpointStore.of(config.service.checkpoints)
     try:
         yield store
@@ -66,7 +64,7 @@ def _base(config: DeployConfig, checkpoint: Checkpoint, model_id: str | None) ->
         args = config.apps[model.app]
         if isinstance(args, ModelArgs):
             return model, args
-    raise ConfigRefused(f"The base {wanted!r} of the checkpoint is none of the models served; name one with --model.")
+    raise ConfigRefused(f"The base {wanted!r} of the checkpoint is not a served model; name one with --model.")
 
 
 def _skeleton(args: ModelArgs) -> AutoModelForCausalLM:

@@ -1,4 +1,4 @@
-"""A terminal's client of a running service: for a first look, without any package but Python's own."""
+"""A client of a running service for the terminal. It uses only Python's standard library."""
 
 import http.client
 import json
@@ -11,7 +11,7 @@ _TIMEOUT_S = 600.0
 
 
 class ServiceRefused(Exception):
-    """The service answered with an error, or not at all."""
+    """The service answered with an error or did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if "error" in event:
             raise ServiceRefused(event["error"]["message"])
         yield event
-    raise ServiceRefused("The stream was cut off.")
+    raise ServiceRefused("The stream ended before its last event.")
 
 
 def _message(status: int, body: bytes) -> str:

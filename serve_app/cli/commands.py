@@ -1,4 +1,4 @@
-"""`python -m serve_app`: run the service, check what it is to run, talk to it."""
+"""`python -m serve_app`: run the service, check its configuration, chat with a model."""
 
 import argparse
 import asyncio
@@ -34,7 +34,7 @@ _URL = "http://127.0.0.1:8000/v1"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for what failed, 2 for what was asked for wrongly."""
+    """Returns the exit status: 0 for success, 1 for a failure, 2 for wrong arguments."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], None] = options.run
     try:
@@ -70,7 +70,7 @@ def _deploy(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     config = check(options.config)
-    say(f"{options.config} is in order: {', '.join(config.model_ids) or 'no models'}.")
+    say(f"{options.config} is valid: {', '.join(config.model_ids) or 'no models'}.")
 
 
 def _options(options: argparse.Namespace) -> None:
@@ -94,7 +94,7 @@ def _new_key(options: argparse.Namespace) -> None:
         KeyConfig.model_validate(given)
     except ValidationError as exc:
         raise ConfigRefused(refusals(exc, KeyConfig, "The key")[0].sentence) from exc
-    say(f"The key, shown this once: {key}")
+    say(f"The key, shown only once: {key}")
     lines = yaml.safe_dump([given], sort_keys=False, allow_unicode=True).rstrip()
     say(f"Under user_config.keys in config.yaml:\n{lines}")
 
@@ -113,8 +113,8 @@ def _client(options: argparse.Namespace) -> Client:
 
 
 def _render(options: argparse.Namespace) -> None:
-    """What the model gets to see of a chat request."""
-    # Here and below imported late: tokenizers take seconds, and the other commands have no use for them.
+    """Print the tokens that the model gets for a chat request."""
+    # Imported late, here and below: tokenizers take seconds to import, and the other commands do not need them.
     from serve_app.cli.prompt_debug import render_chat
 
     try:
@@ -146,7 +146,7 @@ def _check_checkpoint(options: argparse.Namespace) -> None:
 
 
 def _warm_checkpoint(options: argparse.Namespace) -> None:
-    """By asking for one token: whoever comes next finds it loaded."""
+    """Load a checkpoint by generating one token with it."""
     _client(options).complete(options.path, "\n", max_tokens=1)
     say(f"{options.path} is loaded.")
 
@@ -160,7 +160,7 @@ def _show(tokens: Sequence[tuple[int, str]]) -> None:
 def _service(options: argparse.Namespace) -> ServiceConfig:
     service = load_deploy_config(options.config).service
     if service is None:
-        raise ConfigRefused(f"{options.config} has no application that serves an API.")
+        raise ConfigRefused(f"{options.config} has no api application.")
     return service
 
 
@@ -168,54 +168,60 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m serve_app", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = _add(commands, "up", _up, "run the service in the foreground; Ctrl-C ends it and all it started")
+    command = _add(
+        commands, "up", _up, "run the service in the foreground; Ctrl-C ends it and every process it started"
+    )
     _add_config(command)
     _add_address(command)
 
     command = _add(
-        commands, "deploy", _deploy, "put a config.yaml into a service that runs, and wait until it is in force"
+        commands, "deploy", _deploy, "deploy a config.yaml to a running service, and wait until all applications run"
     )
     _add_config(command)
     _add_address(command)
-    command.add_argument("--address", metavar="URL", help="the dashboard of another cluster than that of `up`")
+    command.add_argument(
+        "--address", metavar="URL", help="the dashboard address of another cluster; default: the one that `up` started"
+    )
 
     _add_config(_add(commands, "check", _check, "check a config.yaml without starting anything"))
 
-    _add(commands, "options", _options, "every option of a config.yaml, with its range and default")
+    _add(commands, "options", _options, "print every option of config.yaml with its range and default")
 
     keys = _add_group(commands, "keys", "API keys")
-    command = _add(keys, "new", _new_key, "make a key, and the lines of config.yaml that let it in")
+    command = _add(keys, "new", _new_key, "create an API key, and print the lines of config.yaml that accept it")
     command.add_argument("name", help="the caller's name in logs and metrics")
     _add_key_options(command)
 
-    _add_client(_add(commands, "models", _models, "what a running service has for a key"))
+    _add_client(_add(commands, "models", _models, "list the models of a running service that a key may use"))
 
-    command = _add(commands, "chat", _chat, "talk to a model of a running service")
+    command = _add(commands, "chat", _chat, "chat with a model of a running service")
     command.add_argument("model", help="a model id or a tinker:// path")
     command.add_argument("--system", help="a system message")
     command.add_argument("--temperature", type=float, default=0.7)
     _add_client(command)
 
-    checkpoints = _add_group(commands, "checkpoints", "the checkpoints of a config.yaml")
-    command = _add(checkpoints, "list", _list_checkpoints, "what the roots hold, newest first")
-    command.add_argument("--owner", help="also the private ones of this owner")
+    checkpoints = _add_group(commands, "checkpoints", "list, check and load the checkpoints of a config.yaml")
+    command = _add(checkpoints, "list", _list_checkpoints, "list the checkpoints in the roots, newest first")
+    command.add_argument("--owner", help="also list the private checkpoints of this owner")
     _add_config(command)
-    command = _add(checkpoints, "check", _check_checkpoint, "whether a checkpoint can be served, and if not, why")
+    command = _add(
+        checkpoints, "check", _check_checkpoint, "check whether a checkpoint can be served, and print the reason if not"
+    )
     command.add_argument("path", help="tinker://RUN/sampler_weights/NAME")
-    command.add_argument("--model", help="the base model, if the checkpoint does not tell")
+    command.add_argument("--model", help="the base model, if the checkpoint does not name it")
     _add_config(command)
     command = _add(checkpoints, "warm", _warm_checkpoint, "load a checkpoint in a running service")
     command.add_argument("path", help="tinker://RUN/sampler_weights/NAME")
     _add_client(command)
 
-    command = _add(commands, "render", _render, "the tokens of a chat request, read as JSON from the standard input")
+    command = _add(commands, "render", _render, "print the tokens of a chat request, read as JSON from standard input")
     _add_config(command)
-    command.add_argument("--model", help="a model id of the file; the first, if not given")
+    command.add_argument("--model", help="a model id of the file; default: the first")
 
-    command = _add(commands, "tokenize", _tokenize, "the tokens of a text")
+    command = _add(commands, "tokenize", _tokenize, "print the tokens of a text")
     command.add_argument("text")
     _add_config(command)
-    command.add_argument("--model", help="a model id of the file; the first, if not given")
+    command.add_argument("--model", help="a model id of the file; default: the first")
     return parser
 
 
@@ -233,8 +239,8 @@ def _add_group(commands: Subparsers, name: str, description: str) -> Subparsers:
 
 
 def _add_key_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--models", nargs="+", metavar="ID", help="the base models that it may use; default: all")
-    command.add_argument("--owner", help="whose private checkpoints it may use; default: nobody's")
+    command.add_argument("--models", nargs="+", metavar="ID", help="the base models that the key may use; default: all")
+    command.add_argument("--owner", help="the owner whose private checkpoints the key may use; default: none")
     command.add_argument("--expires-at", metavar="TIME", help="such as 2031-01-01T00:00:00Z; default: never")
     for name in KeyLimits.model_fields:
         what = f"{name.replace('_', ' ')}; default: as in limits.per_key"
@@ -246,7 +252,7 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 
 
 def _add_address(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--host", help="where the service listens, instead of what the file says")
+    command.add_argument("--host", help="the address to listen on; default: as in the file")
     command.add_argument("--port", type=int)
 
 
@@ -254,4 +260,4 @@ def _add_client(command: argparse.ArgumentParser) -> None:
     command.add_argument("--url", default=_URL, help=f"default: {_URL}")
     whose = command.add_mutually_exclusive_group()
     whose.add_argument("--key-file", type=Path, metavar="FILE", help=f"holds the API key; default: ${VARIABLE}")
-    whose.add_argument("--key", help=f"the API key, for all to see in `ps`; without any: {DEMO_KEY}")
+    whose.add_argument("--key", help=f"the API key; other users can see it in `ps`; default: {DEMO_KEY}")

@@ -1,4 +1,4 @@
-"""A conversation in a terminal: the answer on the standard output, the thoughts before it on the standard error."""
+"""A chat in a terminal: the answer goes to standard output, the reasoning before it to standard error."""
 
 import sys
 from contextlib import suppress
@@ -9,7 +9,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def converse(client: Client, model: str, *, system: str | None, temperature: float) -> None:
-    """Line by line; the end of the input ends it. Raises `ServiceRefused`."""
+    """Chat line by line until the input ends. Raises `ServiceRefused`."""
     messages: list[dict[str, str]] = []
     if system:
         messages.append({"role": "system", "content": system})
@@ -21,7 +21,7 @@ def converse(client: Client, model: str, *, system: str | None, temperature: flo
 
 
 def _show_reply(client: Client, model: str, messages: list[dict[str, str]], temperature: float) -> str:
-    """The answer, once it has been shown."""
+    """Print the reply as it arrives; return the answer."""
     answer = ""
     is_thinking = False
     begin, end = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
@@ -38,7 +38,7 @@ def _show_reply(client: Client, model: str, messages: list[dict[str, str]], temp
                 sys.stdout.write(text)
                 sys.stdout.flush()
     finally:
-        if is_thinking:  # cut off, or a reply of thoughts alone
+        if is_thinking:  # cut off, or a reply with reasoning only
             _write_error(f"{end}\n")
     sys.stdout.write("\n")
     sys.stdout.flush()

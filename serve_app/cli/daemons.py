@@ -1,4 +1,6 @@
-"""The daemons of Ray that a service cannot lose: without one it serves on, but replaces nothing and does not end."""
+"""The Ray daemons that a service depends on. Without one it continues to serve, but cannot replace a replica or shut
+down.
+"""
 
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -16,7 +18,7 @@ class Daemons:
 
     @staticmethod
     def find() -> "Daemons | None":
-        """Those below this process; None if they are not all there (yet)."""
+        """The daemons among this process's descendants; None unless all of them run."""
         pids = {}
         for pid in descendants():
             name = PurePath(next(iter(command_line(pid)), "")).name
@@ -25,5 +27,5 @@ class Daemons:
         return Daemons(pids) if pids.keys() == _NAMES.keys() else None
 
     def lost(self) -> str | None:
-        """What has ended, None while all run."""
+        """The daemon that has ended; None while all run."""
         return next((_NAMES[name] for name, pid in self.pids.items() if not is_running(pid)), None)

@@ -1,7 +1,11 @@
-"""`python -m serve_app deploy`: a config.yaml into a service that runs, and the news of what became of it.
+"""`python -m serve_app deploy`: deploys a config.yaml to a running service and reports the result.
 
-What `serve deploy` does, but it finds the service that `up` started and its token, goes to no other cluster unless one
-is named, gives a first deployment ports of its own for HAProxy, and waits for the end.
+It differs from `serve deploy` in four points:
+
+- It finds the service that `up` started, and that service's token.
+- It deploys to another cluster only if one is named.
+- It gives a first deployment free ports for HAProxy.
+- It waits until the deployment has ended.
 """
 
 import time

@@ -1,7 +1,7 @@
-"""`serve run` in a Ray of its own, but ending as a service should: what `launch.py` runs as its child.
+"""The child process of `launch.py`: `serve run` with its own Ray cluster, and an ordered shutdown.
 
-On Ctrl-C Serve takes HAProxy down first, and every open stream with it. Here the applications are taken down first, the
-API before the models, each when its requests are finished.
+On Ctrl-C Serve stops HAProxy first, which breaks every open stream. Here the applications stop first, the API before
+the models, each when its requests have finished.
 """
 
 import signal
@@ -24,7 +24,7 @@ _LOOPBACK = "127.0.0.1"
 
 def main(port: int) -> None:
     """Run until SIGINT."""
-    # What is printed here goes to a file, the lines that Ray brings from other processes included.
+    # Output goes to a file, including the lines that Ray forwards from other processes.
     sys.stdout = PlainStream(sys.stdout.buffer, errors="backslashreplace", line_buffering=True)
     sys.stderr = PlainStream(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     folder = RunFolder.of(port)
@@ -39,7 +39,7 @@ def main(port: int) -> None:
 
 
 def _start(folder: RunFolder) -> None:
-    """Ray and Serve, and what they are to run. Ends this process when one of the two does not start in its time."""
+    """Start Ray and Serve with the applications. Ends this process when one of the two does not start in time."""
     try:
         # "local": never join a Ray cluster that happens to run on this machine.
         context = ray.init(

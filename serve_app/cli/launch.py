@@ -1,6 +1,6 @@
-"""`python -m serve_app up`: the service as one foreground process that leaves nothing behind but its log.
+"""`python -m serve_app up`: runs the service as one foreground process. After its end only the log remains.
 
-The child (`driver.py`) is `serve run` with a Ray cluster of its own; what that starts is this process' to end.
+The child (`driver.py`) is `serve run` with its own Ray cluster. This process ends everything that the child started.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ from serve_app.config.keys import DEMO_KEY
 
 DRIVER = (sys.executable, "-m", "serve_app.cli.driver")
 RAY_DID_NOT_START = 75
-"""The driver's exit status when it is worth another try: EX_TEMPFAIL of sysexits.h."""
+"""The driver's exit status when a retry can succeed: EX_TEMPFAIL of sysexits.h."""
 
 _RAY_STARTS = 3
 _POLL_S = 0.25
 _STILL_STARTING_S = 20.0
-SERVE_GRACE_S = 60.0  # once the requests are finished: Serve gives itself 30 s to shut down, and Ray some more
+SERVE_GRACE_S = 60.0  # after the requests have finished: Serve may take 30 s to shut down, and Ray a few more
 _REST_GRACE_S = 5.0
 _METRIC_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 _REACHED_BY_LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0")
 
 
 class LaunchFailed(Exception):
-    """The service did not come up, or ended by itself; the message says why."""
+    """The service did not start, or ended unexpectedly; the message gives the reason."""
 
 
 class _Interrupted(BaseException):
-    """Somebody asked for the end. Not an `Exception`: nothing on the way may take it for a failure of its own."""
+    """A signal asked for shutdown. Not an `Exception`, so that no handler takes it for a failure."""
 
 
 def up(
@@ -52,9 +52,9 @@ def up(
 ) -> None:
     """Run the service until a signal. Raises `ConfigRefused` before anything is started, and `LaunchFailed`.
 
-    `driver` is called with the service's port, and finds everything else in the `RunFolder` of that.
+    `driver` is called with the service's port, and finds everything else in that port's `RunFolder`.
     """
-    require_free(config.host, config.port, "end that, or choose another port with --port")
+    require_free(config.host, config.port, "stop that process, or choose another port with --port")
     config = config.with_own_ports()
     folder = RunFolder.of(config.port)
     with folder.claimed():
@@ -65,7 +65,7 @@ def up(
                 _run(service, config, config_path)
                 service.finish()
             except _Interrupted:
-                say("Ending at once.")
+                say("Stopping at once.")
             finally:
                 signals.ignored = True
                 end_descendants(_REST_GRACE_S)
@@ -80,11 +80,11 @@ def _run(service: "_Service", config: DeployConfig, config_path: Path) -> None:
         service.wait_for_the_end()
     except _Interrupted:
         limit = f"within {service.finish_limit_s:.0f} s"
-        say(f"\nEnding: requests under way are finished first, {limit}. Once more to end at once.")
+        say(f"\nStopping after running requests have finished, {limit}. Press Ctrl-C again to stop at once.")
 
 
 def welcome(config: DeployConfig, operations: Sequence[str] = ()) -> str:
-    """What to tell whoever started the service; the curl works as it stands."""
+    """The message once the service is ready; its curl command works as printed."""
     url = _url(config.host, config.port)
     lines = [f"Roundhouse is ready at {url}/v1 (Ctrl-C ends it)."]
     lines += [f"  model: {model_id}" for model_id in config.model_ids]
@@ -112,7 +112,7 @@ def _curl(url: str, model: str) -> list[str]:
 
 
 class _Service:
-    """`serve run`, and everything that it starts."""
+    """The `serve run` process, and everything that it starts."""
 
     def __init__(self, config: DeployConfig, folder: RunFolder, driver: Sequence[str], serve_grace_s: float) -> None:
         self._config = config
@@ -123,7 +123,7 @@ class _Service:
         self.finish_limit_s = config.graceful_shutdown_timeout_s + serve_grace_s
 
     def start(self) -> None:
-        """Returns when Ray runs. Ray gives itself 30 s, which a busy machine may not keep: it is tried again. Raises
+        """Returns when Ray runs. Ray must start within 30 s, which can fail on a busy machine, so it is retried. Raises
         `LaunchFailed`.
         """
         self._folder.config.write_text(yaml.safe_dump(self._config.raw, sort_keys=False))
@@ -157,7 +157,7 @@ class _Service:
             time.sleep(_POLL_S)
 
     def operations(self, config_path: Path) -> list[str]:
-        """How to change and watch what runs; each command works as it stands."""
+        """How to change and watch the service; each command works as printed."""
         dashboard = self._folder.dashboard.read_text()
         python = Path(sys.executable)
         token = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={self._folder.token}"
@@ -165,7 +165,7 @@ class _Service:
         return [
             f"  log: {self._folder.log}",
             f"  to change it: {deploy}",
-            f"  dashboard: {dashboard} (it asks for the token in {self._folder.token})",
+            f"  dashboard: {dashboard} (the token is in {self._folder.token})",
             f"  Ray's own tools: {token} {_shown(python.with_name('serve'))} status -a {dashboard}",
         ]
 
@@ -175,17 +175,17 @@ class _Service:
             time.sleep(_POLL_S)
 
     def finish(self) -> None:
-        """End as a service should: when the requests are finished, and within `finish_limit_s`."""
+        """Shut down after the requests have finished, within `finish_limit_s`."""
         if self._child is None or self._child.poll() is not None:
             return
         self._child.send_signal(signal.SIGINT)
         deadline = time.monotonic() + self.finish_limit_s
         while self._child.poll() is None:
             if lost := self._lost():
-                say(f"{lost} Requests under way are cut off.")
+                say(f"{lost} Running requests are cut off.")
                 return
             if time.monotonic() > deadline:
-                say(f"Not everything ended within {self.finish_limit_s:.0f} s. Ending the rest at once.")
+                say(f"Some processes did not end within {self.finish_limit_s:.0f} s. Killing them.")
                 return
             time.sleep(_POLL_S)
 
@@ -203,7 +203,7 @@ class _Service:
             )
 
     def _ray_starts(self) -> bool:
-        """Whether this try succeeds, once that is known. Raises `LaunchFailed` when another one would fail too."""
+        """Wait until Ray has started (True) or failed. Raises `LaunchFailed` when a retry would fail too."""
         assert self._child is not None
         started = shown_at = time.monotonic()
         while not self._folder.dashboard.exists():
@@ -229,11 +229,11 @@ class _Service:
             raise LaunchFailed(f"Ray Serve ended with status {status}{reason}. The log is {log}.")
 
     def _lost(self) -> str | None:
-        """A sentence on a daemon that ended before the driver had it end."""
+        """A sentence about a daemon that ended unexpectedly."""
         name = None if self._daemons is None else self._daemons.lost()
         if name is None or not self._folder.dashboard.exists():
             return None
-        return f"Ray's {name} has ended by itself, and the service cannot go on without it."
+        return f"Ray's {name} has ended unexpectedly; the service cannot continue without it."
 
     def _failure(self) -> str | None:
         logs = self._folder.ray_logs.glob("serve/controller_*.log")
@@ -241,7 +241,7 @@ class _Service:
 
 
 def _readiness(config: DeployConfig) -> str | None:
-    """None when the service is ready, else what it says."""
+    """None when the service is ready, else its message."""
     connection = http.client.HTTPConnection(_reachable(config.host), config.port, timeout=5)
     try:
         connection.request("GET", "/readyz")
@@ -258,20 +258,19 @@ def _readiness(config: DeployConfig) -> str | None:
 
 
 def _reachable(host: str) -> str:
-    """Where this machine reaches what listens there."""
+    """The address at which this machine reaches a listener on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _child_environment(config: DeployConfig, folder: RunFolder) -> dict[str, str]:
-    environment = dict(os.environ)  # noqa: TID251 - handed on as it is, not read
+    environment = dict(os.environ)  # noqa: TID251 - passed on unchanged, not read
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray lets its workers give way to everything else on the machine (15). The replicas are what this machine is for.
+    # Ray gives its workers the low priority 15. Here the replicas are the machine's main work.
     environment.setdefault("RAY_worker_niceness", "0")
     environment.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # 30 are too few on a busy machine
     for name in _METRIC_PORTS:  # fixed in Ray: a second cluster on the machine would have none
         environment.setdefault(name, str(free_port()))
-    # Whoever reaches Ray's ports without this service's token is turned away. Ray would prefer these two, which are
-    # another cluster's.
+    # Connections to Ray's ports need this service's token. Ray would prefer these two, which belong to another cluster.
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
         environment.pop(name, None)
     environment["RAY_AUTH_MODE"] = "token"

@@ -1,4 +1,4 @@
-"""Lines for whoever sits at the terminal, written when they are said."""
+"""Prints lines to the terminal without buffering."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The processes that a command started, theirs included: to end them all, by their ids, and nobody else's."""
+"""Ends all descendant processes of a command, by their ids, and no other process."""
 
 import ctypes
 import os
@@ -15,19 +15,19 @@ _POLL_S = 0.05
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent dies, so that none can slip away (Linux)."""
+    """Make this process the parent of descendants whose own parent dies, so that all can be found (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent() -> None:
-    """In a new child: be interrupted when the parent dies without having had the time to say so (Linux)."""
+    """In a new child: get SIGINT when the parent dies without ending its child (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def descendants() -> list[int]:
-    """Ids of all processes below this one, those nearest first. Zombies do not count."""
+    """Ids of all descendants of this process, nearest first. Zombies do not count."""
     children: dict[int, list[int]] = {}
     for pid, parent, state in _process_table():
         if state != "Z":
@@ -47,14 +47,14 @@ def is_running(pid: int) -> bool:
 
 
 def command_line(pid: int) -> list[str]:
-    """Empty for a process that is gone."""
+    """The command line of a process; empty if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     return []
 
 
 def end_descendants(grace_s: float) -> None:
-    """Ask all of them to end, and kill those that are still there after `grace_s`. Returns when none is left."""
+    """Ask all descendants to end, and kill those that still run after `grace_s`. Returns when none is left."""
     deadline = time.monotonic() + grace_s
     asked: set[int] = set()
     # A process whose parent ends while the table is read is missed; the next look finds it, handed to this process.
@@ -74,7 +74,7 @@ def end_descendants(grace_s: float) -> None:
 
 
 def _reap() -> None:
-    """Take leave of adopted processes that have ended."""
+    """Wait for adopted processes that have ended, so that no zombies remain."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
@@ -90,7 +90,7 @@ def _process_table() -> Iterator[tuple[int, int, str]]:
 
 
 def _status(process: Path) -> tuple[int, str]:
-    """(parent's id, state). Raises `OSError` for a process that is gone."""
+    """(parent's id, state). Raises `OSError` for a process that has ended."""
     # The command, in parentheses, may hold anything, parentheses included.
     state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
     return int(parent), state

@@ -1,4 +1,4 @@
-"""What a model would see of a request, without running the service: for `python -m serve_app render | tokenize`."""
+"""Shows the tokens of a request without running the service: `python -m serve_app render | tokenize`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from serve_app.errors import ConfigRefused
 
 
 def render_chat(service: ServiceConfig, model_id: str | None, body: Mapping[str, object]) -> list[tuple[int, str]]:
-    """The tokens of a body of POST /chat/completions. Raises what the service would answer with."""
+    """The tokens of a body of POST /chat/completions. Raises the error that the service would answer with."""
     model = load_model(_chosen(service, model_id))
     target = ResolvedModel(model.id, model, model.context_length, model.renderer)
     request = validate_chat(parse_body(ChatBody, {**body, "model": model.id}), target, service.limits)

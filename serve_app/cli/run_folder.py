@@ -1,8 +1,8 @@
-"""What one `up` has on disk while it runs, and what it leaves: its log.
+"""The folder of one `up` process while it runs. After its end only the log remains.
 
-It lies in the system's folder for temporary files, below one that only this user may enter, and is named by the
-service's port. Ray's session lies in it too, so that Ray's sockets and files are out of reach for other users, and
-`/tmp/ray` stays as other clusters left it.
+It lies in the system's folder for temporary files, below a folder that only this user may enter. Its name is the
+service's port. It contains Ray's session too. So other users cannot reach Ray's sockets and files, and `/tmp/ray` stays
+unchanged for other clusters.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ _LOG, _EARLIER_LOG, _LOCK = "serve.log", "serve.log.1", "lock"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """`dashboard`: a file that holds the dashboard's address; it is there once Ray and Serve run."""
+    """`dashboard`: a file that holds the dashboard's address; it exists once Ray and Serve run."""
 
     path: Path
 
@@ -54,8 +54,8 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """The folder belongs to this process: what an earlier run left is gone, but for its log. Raises
-        `ConfigRefused` when a service runs in it.
+        """Claim the folder for this process and remove what an earlier run left, except its log. Raises `ConfigRefused`
+        when a service runs in it.
         """
         _make_private(self.path.parent)
         self.path.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ class RunFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as exc:
                 raise ConfigRefused(
-                    f"A service of yours has port {self.path.name} already: end it, or choose another with --port."
+                    f"Your service on port {self.path.name} already runs: stop it, or choose another port with --port."
                 ) from exc
             self.clear()
             if self.log.exists():
@@ -77,13 +77,13 @@ class RunFolder:
                 self.token.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """When all has ended as it should: only the log is worth keeping."""
+        """Remove everything but the log, after an ordered shutdown."""
         for entry in self.path.iterdir():
             if entry.name not in (_LOG, _EARLIER_LOG, _LOCK):
                 _remove(entry)
 
     def forget_session(self) -> None:
-        """Before Ray starts anew."""
+        """Remove Ray's session before Ray starts again."""
         for entry in (self.dashboard, *self.path.glob("session_*")):
             _remove(entry)
 
@@ -100,11 +100,11 @@ class RunFolder:
 
 
 def _make_private(folder: Path) -> None:
-    """Raises `ConfigRefused` when somebody else could put files there."""
+    """Raises `ConfigRefused` when another user could write files there."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigRefused(f"{folder} is not a folder of yours: remove it, or set TMPDIR to another place.")
+        raise ConfigRefused(f"{folder} is not owned by you: remove it, or set TMPDIR to another folder.")
     folder.chmod(0o700)
 
 

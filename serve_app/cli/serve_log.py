@@ -1,4 +1,4 @@
-"""What the log of Serve's controller says of an application that cannot be deployed, without the traceback."""
+"""Finds in the log of Serve's controller why an application cannot be deployed, without the traceback."""
 
 import re
 
@@ -14,9 +14,9 @@ _EXCEPTION = re.compile(r"[\w.]+: ")
 
 
 def deploy_failure(log: str) -> str | None:
-    """One sentence on the first application that Serve has given up, None while there is none.
+    """One sentence about the first application that Serve failed to deploy; None while there is none.
 
-    A replica that fails to start is tried again a few times; that alone is no failure.
+    Serve retries a replica that fails to start; that alone is no failure.
     """
     last_failure = None
     for entry in _ENTRY.finditer(plain(log)):

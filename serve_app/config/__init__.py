@@ -1,1 +1,3 @@
-"""The configuration as frozen values: `service` (user_config), `api` and `model` (args), `deploy` (the file)."""
+"""The configuration as frozen values: `deploy` (config.yaml), `service` (user_config), `api`, `model` and `images`
+(args).
+"""

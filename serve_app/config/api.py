@@ -21,17 +21,17 @@ class ApiArgs(Section):
     max_ongoing_requests: Annotated[Count, Doc("Most requests in one ingress; more are refused (503).")] = 4096
     transport: Annotated[
         Literal["channel", "serve"],
-        Doc("How tokens reach the ingress: a TCP side channel, or Ray Serve's own streams, which cost more."),
+        Doc("How tokens reach the ingress: a TCP side channel, or Ray Serve's own streams, which use more CPU."),
     ] = "channel"
     channel_host: Annotated[
         Text | None, Doc("Address at which replicas reach the ingress; null: its address in the cluster.")
     ] = None
     no_replica_timeout_s: Annotated[
-        Seconds, Doc("How long a request waits for a replica while none is up; then 503.")
+        Seconds, Doc("How long a request waits for a replica while none is running; then 503.")
     ] = 10.0
-    graceful_shutdown_timeout_s: Annotated[Seconds, Doc("How long an ingress that stops may finish its requests.")] = (
-        900.0
-    )
+    graceful_shutdown_timeout_s: Annotated[
+        Seconds, Doc("How long an ingress that stops may take to finish its requests.")
+    ] = 900.0
 
 
 def parse_api_args(raw: object) -> ApiArgs:

@@ -1,7 +1,7 @@
-"""By which names a checkpoint may call its base model.
+"""The names by which a checkpoint may refer to its base model.
 
-In this order: the id of a model, with a variant or without; what `also_known_as` says; its `source`, as it stands or as
-a path that ends alike, so that the folder's name is enough. A trailing slash says nothing.
+They are tried in this order: the id of a model, with or without a variant; its `also_known_as`; its `source`. A path
+matches a `source` that ends in the same parts, so the folder's name is enough. A trailing slash is ignored.
 """
 
 from collections import defaultdict
@@ -27,8 +27,8 @@ class BaseNames:
                 self._named[_plain(name)].append(model)
 
     def meant_by(self, name: str) -> list[ModelConfig]:
-        """All that the name may mean, the likeliest first, with those of the same weights. They have the same weights,
-        unless the name is part of the paths of several.
+        """The models that the name may mean, the most likely first, with those of the same weights. Their weights
+        differ only if the name is part of several paths.
         """
         whole = _plain(name)
         for asked in (whole, whole.partition(":")[0]):

@@ -1,4 +1,4 @@
-"""One base model of the catalogue: what clients call it, who runs it, where its tokenizer lies."""
+"""One base model of the catalogue: its id for clients, its application, and the source of its tokenizer."""
 
 import re
 from collections.abc import Mapping
@@ -30,22 +30,22 @@ class ModelConfig(Section):
     id: Annotated[
         str,
         AfterValidator(_model_name),
-        Doc('What clients put in `model`, without ":", ";", "/ep/" and spaces; no two models may have the same.'),
+        Doc('Id that clients send as `model`, unique, without ":", ";", "/ep/" and spaces.'),
     ]
-    app: Annotated[Text, Doc("The application of this file whose replicas run it.")]
+    app: Annotated[Text, Doc("The application of this file whose replicas run the model.")]
     source: Annotated[
         Text, Doc("Folder, `.gguf` file or hub id with tokenizer, template and config; as in the `args` of `app`.")
     ]
     revision: Annotated[Text | None, Doc("Branch, tag or commit of a hub id; as in the `args` of `app`.")] = None
     renderer: Annotated[
         Text | None,
-        Doc("A name of `renderers/registry.py`; null: the one that fits the tokenizer and the template."),
+        Doc("A name of `renderers/registry.py`; null: chosen by the tokenizer and the template."),
     ] = None
     context_length: Annotated[
         Count | None,
         Doc(
-            "Longest prompt and reply together, in tokens; null: `max_position_embeddings` of the model, "
-            "which is also the most. Required, and at most that, where the `args` of `app` have one."
+            "Longest prompt and reply together, in tokens; null: the model's `max_position_embeddings`, which is also "
+            "the limit. Where the `args` of `app` set it, it is required and must not be larger."
         ),
     ] = None
     variants: Annotated[
@@ -56,14 +56,14 @@ class ModelConfig(Section):
         bool,
         Doc(
             "Whether a checkpoint's own `chat_template.jinja` is used. "
-            "It is code that the owner of the checkpoint runs in the ingress."
+            "The template is code of the checkpoint's owner, and it runs in the ingress."
         ),
     ] = False
     fetch_images: Annotated[bool, Doc("Whether images may be `https://` URLs beside data URLs.")] = False
     also_known_as: Annotated[
         tuple[Text, ...],
         Field(strict=False),
-        Doc("Other names by which checkpoints call this base, such as the path it had where they were trained."),
+        Doc("Other names of this base model in checkpoints, such as its path on the training machine."),
     ] = ()
     owned_by: Annotated[Text, Doc("Shown by `GET /models`.")] = "roundhouse"
 

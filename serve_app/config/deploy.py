@@ -1,7 +1,7 @@
-"""config.yaml as a whole: checked before anything is started, and bound to a host and a port.
+"""The whole config.yaml: checked before anything is started, and bound to a host and a port.
 
-It is a Serve config file: `serve run config.yaml` takes it as it is. Here it is read for what Serve would find out only
-while deploying: the arguments of our applications, the catalogue, and whether the one names the other.
+It is a Serve config file, so `serve run config.yaml` accepts it unchanged. This module checks what Serve would find
+only while it deploys: the arguments of our applications, the catalogue, and that the two match.
 """
 
 import errno
@@ -35,8 +35,8 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 _LAST_PORT = 65535
 _SERVER_PORTS = range(20_000, 30_000)
-"""Where free ports are looked for. Ray and Serve have others, and the system gives others to clients: a client could
-take such a port between its choice and its use.
+"""The range for free ports. It excludes the ports of Ray and Serve, and those that the system gives to clients: a
+client could take such a port between choice and use.
 """
 
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -46,7 +46,7 @@ _HAPROXY_PORTS = (
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
-"""Ports that HAProxy mode takes besides the service's own."""
+"""Ports that HAProxy mode uses besides the service's own."""
 
 AppArgs = ApiArgs | ModelArgs | ImageArgs
 Yaml = dict[str, Any]  # a file of Serve's, of which we know only our parts
@@ -83,12 +83,12 @@ class DeployConfig:
 
     @property
     def graceful_shutdown_timeout_s(self) -> float:
-        """How long the service may take to finish its requests: the API first, then the models."""
+        """The longest time to finish requests at shutdown: the API first, then the models."""
         timeouts = [args.graceful_shutdown_timeout_s for args in self.apps.values()]
         return 2 * max(timeouts, default=0.0)
 
     def bound_to(self, host: str | None, port: int | None) -> "DeployConfig":
-        """The same on another address; None leaves that part as it is."""
+        """The same configuration on another address; None leaves that part unchanged."""
         options = {**(self.raw.get("http_options") or {})}
         options["host"] = self.host if host is None else host
         options["port"] = self.port if port is None else port
@@ -97,14 +97,14 @@ class DeployConfig:
 
     @property
     def health_port(self) -> int | None:
-        """The port for probes alone; None if HAProxy has none."""
+        """The port for health probes only; None if HAProxy has none."""
         variables = _controller_variables(self.raw)
         return parse_proxy_config(variables).health_port if variables.get(_HAPROXY) == "1" else None
 
     def with_own_ports(self) -> "DeployConfig":
-        """The same with free ports for HAProxy's own purposes, unless the file names them: the usual ones are taken
-        when a second service runs on the machine. The port for probes moves when it is taken. Raises `ConfigRefused`
-        where another port that the file names is taken.
+        """The same configuration with free ports for HAProxy's internal use, unless the file names them: a second
+        service on the machine needs other ports than the defaults. The probe port moves when it is in use. Raises
+        `ConfigRefused` where another port that the file names is in use.
         """
         variables = _controller_variables(self.raw)
         if variables.get(_HAPROXY) != "1":
@@ -142,14 +142,14 @@ def is_free(host: str, port: int) -> bool:
 
 
 def require_free(host: str, port: int, remedy: str) -> None:
-    """Raises `ConfigRefused` when nothing can listen there, or somebody does."""
+    """Raises `ConfigRefused` when the port cannot be bound or is in use."""
     if not 1 <= port <= _LAST_PORT:
         raise ConfigRefused(f"The port must be from 1 to {_LAST_PORT}, got {port}.")
     error = _why_not_bound(host, port)
     if error is None:
         return
     if error.errno == errno.EADDRINUSE:
-        raise ConfigRefused(f"Port {port} on {host} cannot be used, something else has it: {remedy}.")
+        raise ConfigRefused(f"Port {port} on {host} is in use by another process: {remedy}.")
     raise ConfigRefused(f"Port {port} on {host!r} cannot be used: {error.strerror}.") from error
 
 
@@ -166,7 +166,7 @@ def _why_not_bound(host: str, port: int) -> OSError | None:
 
 
 def free_ports() -> Iterator[int]:
-    """Ports on which nobody listens now, each once, in random order."""
+    """Ports without a listener now, each once, in random order."""
     ports = SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS))
     return (port for port in ports if is_free("127.0.0.1", port))
 
@@ -188,7 +188,7 @@ def _read(path: Path) -> Yaml:
 
 
 def _parse(applications: Sequence[object], apps: dict[str, AppArgs], services: list[ServiceConfig]) -> Iterator[str]:
-    """Fill `apps` and `services`; yields what is wrong."""
+    """Fill `apps` and `services`; yield the errors."""
     for index, application in enumerate(applications):
         if not isinstance(application, dict) or not isinstance(application.get("name"), str):
             yield f"applications[{index}] must be an object with a name."
@@ -212,13 +212,13 @@ def _unserved(service: ServiceConfig, apps: Mapping[str, AppArgs]) -> Iterator[s
         if isinstance(args, ModelArgs):
             yield from _contradictions(model, args)
         else:
-            yield f"models: {model.id!r} is to run in the application {model.app!r}, which is not one of this file."
+            yield f"models: {model.id!r} names the application {model.app!r}, which is not in this file."
     if service.images is not None and not isinstance(apps.get(service.images.app), ImageArgs):
         yield f"images.app must be the image application of this file, got {service.images.app!r}."
 
 
 def _contradictions(model: ModelConfig, args: ModelArgs) -> Iterator[str]:
-    """Where the catalogue promises what the model's application does not keep."""
+    """Yields each place where the catalogue contradicts the model's application."""
     where = f"of its application {model.app!r}"
     if args.engine == "torch":  # the other one reads no source
         if resolve_source(model.source) != resolve_source(args.source):
@@ -246,7 +246,7 @@ def _user_config(application: Yaml) -> object:
 
 
 def _address(raw: Yaml) -> tuple[str, int]:
-    """Serve takes a port that is a string, and we are to compare it. Raises `ConfigRefused`."""
+    """Host and port. Serve accepts a port that is a string; here it becomes an integer. Raises `ConfigRefused`."""
     options = raw.get("http_options") or {}
     if not isinstance(options, dict):
         raise ConfigRefused("http_options must be an object.")
@@ -264,7 +264,7 @@ def _port(name: str, value: object) -> int:
 
 
 def _controller_variables(raw: Yaml) -> dict[str, str]:
-    """The environment variables that the file gives to all that Serve starts."""
+    """The environment variables that the file gives to all processes of Serve."""
     return _environment((raw.get("controller_options") or {}).get("runtime_env"))
 
 

@@ -17,9 +17,13 @@ class ImageReplicas(Section):
 
     min: Annotated[int, Ge(0), Le(10_000), Doc("Fewest processes; at 0 the first image starts one.")] = 1
     max: Annotated[int, Ge(1), Le(10_000), Doc("Most processes.")] = 1
-    target: Annotated[float, Gt(0), Doc("Requests with images per process that autoscaling aims at.")] = 2.0
-    upscale_delay_s: Annotated[Delay, Doc("How long the load must be higher before a process is added.")] = 2.0
-    downscale_delay_s: Annotated[Delay, Doc("How long the load must be lower before a process is ended.")] = 300.0
+    target: Annotated[float, Gt(0), Doc("Target of autoscaling: requests with images per process.")] = 2.0
+    upscale_delay_s: Annotated[Delay, Doc("How long the load must be above the target before a process is added.")] = (
+        2.0
+    )
+    downscale_delay_s: Annotated[
+        Delay, Doc("How long the load must be below the target before a process is ended.")
+    ] = 300.0
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -36,14 +40,14 @@ class ImageArgs(Section):
     threads: Annotated[Count, Doc("Images that a process prepares at a time.")] = 1
     max_ongoing_requests: Annotated[Count, Doc("Requests that a process holds at a time.")] = 16
     cache_bytes: Annotated[
-        int, Ge(0), Doc("Prepared images that a process keeps, for conversations that send them again.")
+        int, Ge(0), Doc("Bytes of prepared images that a process caches, for conversations that send them again.")
     ] = 256 * 2**20
     fetch_timeout_s: Annotated[
-        Seconds, Doc("How long an image behind an https URL may take, where a model allows fetching.")
+        Seconds, Doc("Longest download of an image from an https URL, where a model allows fetching.")
     ] = 10.0
-    graceful_shutdown_timeout_s: Annotated[Seconds, Doc("How long a process that stops may finish its requests.")] = (
-        60.0
-    )
+    graceful_shutdown_timeout_s: Annotated[
+        Seconds, Doc("How long a process that stops may take to finish its requests.")
+    ] = 60.0
 
 
 def parse_image_args(raw: object) -> ImageArgs:

@@ -1,4 +1,4 @@
-"""The keys that let callers in: whose they are, what they may use, and where each is to be read."""
+"""API keys in the configuration: the caller's name, what the key may use, and where it is read from."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]
 
 
 class KeyLimits(Section):
-    """What one key may use; None is no limit. For one key, what is not given is as in the general ones."""
+    """The limits of one key; None is no limit. An unset limit takes its value from `limits.per_key`."""
 
     concurrency: Annotated[Count | None, Doc("Requests at the same time; null: no limit.")] = None
     bytes_in_flight: Annotated[
@@ -36,7 +36,7 @@ class KeyLimits(Section):
 
 
 class PerKeyLimits(KeyLimits):
-    """What each key may use that has no limits of its own."""
+    """The limits of each key that has no limits of its own."""
 
     concurrency: Annotated[Count | None, Doc("Requests at the same time; null: no limit.")] = 256
     bytes_in_flight: Annotated[
@@ -45,7 +45,7 @@ class PerKeyLimits(KeyLimits):
 
 
 class KeyConfig(Section):
-    """One caller. The key itself stands nowhere in the configuration: its hash, or where to read it."""
+    """One caller. The configuration never contains the key, only its hash or the place to read it from."""
 
     name: Annotated[Text, Doc("Name of the caller in logs and metrics; no two keys may have the same.")]
     sha256: Annotated[
@@ -56,13 +56,13 @@ class KeyConfig(Section):
     models: Annotated[
         tuple[Text, ...] | None,
         Field(strict=False),
-        Doc("Ids of the base models that it may use, with the checkpoints on them; null: all."),
+        Doc("Ids of the base models that the key may use, with their checkpoints; null: all."),
     ] = None
-    owner: Annotated[Text | None, Doc("Whose private checkpoints it may use; null: nobody's.")] = None
+    owner: Annotated[Text | None, Doc("Owner whose private checkpoints the key may use; null: none.")] = None
     expires_at: Annotated[
         AwareDatetime | None,
         Field(strict=False),
-        Doc("From when on it is not valid, such as `2031-01-01T00:00:00Z`; null: never."),
+        Doc("Time at which the key expires, such as `2031-01-01T00:00:00Z`; null: never."),
     ] = None
     limits: Annotated[KeyLimits, Doc("Replaces values of `limits.per_key`; the others stay.")] = KeyLimits()
 
@@ -75,8 +75,8 @@ class KeyConfig(Section):
 
 
 def key_digest(key: KeyConfig, more_variables: Mapping[str, str] = MappingProxyType({})) -> bytes:
-    """SHA-256 of the key, read from where its configuration says. `more_variables`: those that the ingress has and this
-    process has not. Raises `ConfigRefused`.
+    """SHA-256 of the key, read from the place in its configuration. `more_variables`: variables that the ingress has
+    and this process lacks. Raises `ConfigRefused`.
     """
     if key.sha256 is not None:
         return bytes.fromhex(key.sha256)

@@ -32,11 +32,15 @@ class ReplicaCounts(Section):
     max: Annotated[int, Ge(1), Le(10_000), Doc("Most replicas.")] = 1
     target: Annotated[
         Annotated[float, Gt(0)] | None,
-        Doc("Requests per replica that autoscaling aims at; null: 80 % of `max_running`."),
+        Doc("Target of autoscaling: requests per replica; null: 80 % of `max_running`."),
     ] = None
     look_back_period_s: Annotated[Seconds, Doc("Time over which the number of requests is averaged.")] = 30.0
-    upscale_delay_s: Annotated[Delay, Doc("How long the load must last before a replica is added.")] = 5.0
-    downscale_delay_s: Annotated[Delay, Doc("How long the load must be gone before a replica is removed.")] = 300.0
+    upscale_delay_s: Annotated[Delay, Doc("How long the load must be above the target before a replica is added.")] = (
+        5.0
+    )
+    downscale_delay_s: Annotated[
+        Delay, Doc("How long the load must be below the target before a replica is removed.")
+    ] = 300.0
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -52,11 +56,13 @@ class FakeSettings(Section):
     reply_tokens: Annotated[
         Count | None, Doc("Mean length of a reply, in tokens; null: every reply runs to its `max_tokens`.")
     ] = 64
-    vocab_size: Annotated[int, Ge(100), Doc("Token ids that it makes up; at most those of the tokenizer.")] = 32_000
+    vocab_size: Annotated[
+        int, Ge(100), Doc("Number of token ids to choose from; at most the size of the tokenizer's vocabulary.")
+    ] = 32_000
 
 
 class HealthLimits(Section):
-    """How long without progress, or without a report, is too long."""
+    """The longest times without progress, or without a report."""
 
     stalled_after_s: Annotated[
         Seconds, Doc("Without progress for this long, a replica is not ready and gets requests last.")
@@ -87,7 +93,7 @@ class ModelArgs(EngineOptions):
 
     id: Annotated[Text, Doc("Name of the model in logs and metrics.")]
     engine: Annotated[
-        Literal["torch", "fake"], Doc("`fake`: a deterministic engine without a model, to try a configuration.")
+        Literal["torch", "fake"], Doc("`fake`: a deterministic engine without a model, to test a configuration.")
     ] = "torch"
     cpus_per_replica: Annotated[Cpus, Doc("CPUs that Ray reserves for each replica.")] = 1.0
     gpus_per_replica: Annotated[
@@ -111,9 +117,9 @@ class ModelArgs(EngineOptions):
     ] = 1.5
     load_floor: Annotated[Count, Doc("See `load_factor`.")] = 4
     health: Annotated[HealthLimits, Doc("When a replica counts as stalled.")] = HealthLimits()
-    graceful_shutdown_timeout_s: Annotated[Seconds, Doc("How long a replica that stops may finish its requests.")] = (
-        900.0
-    )
+    graceful_shutdown_timeout_s: Annotated[
+        Seconds, Doc("How long a replica that stops may take to finish its requests.")
+    ] = 900.0
     fake: Annotated[FakeSettings, Doc("Settings of `engine: fake`.")] = FakeSettings()
 
     @model_validator(mode="after")
@@ -127,16 +133,16 @@ class ModelArgs(EngineOptions):
 
     @property
     def capacity(self) -> int:
-        """Requests that one replica takes, running and waiting."""
+        """Requests that one replica accepts, running and waiting."""
         return self.max_running + self.max_waiting
 
     @property
     def target_requests(self) -> float:
-        """Requests per replica that autoscaling aims at."""
+        """Target of autoscaling: requests per replica."""
         return self.replicas.target or max(1, math.floor(_TARGET_SHARE * self.max_running))
 
     def engine_config(self) -> EngineConfig:
-        """Raises `ConfigRefused` where two settings do not go together."""
+        """Raises `ConfigRefused` where two settings contradict each other."""
         chosen = {option.name: getattr(self, option.name) for option in dataclasses.fields(EngineOptions)}
         chosen["source"] = resolve_source(self.source)
         chosen["kernel_cache"] = resolve_path(self.kernel_cache)
@@ -154,7 +160,7 @@ class ModelArgs(EngineOptions):
 
 
 def parse_model_args(raw: object) -> ModelArgs:
-    """Check the arguments of a model application as they came out of YAML. Raises `ConfigRefused` with one sentence."""
+    """Check the arguments of a model application as read from YAML. Raises `ConfigRefused` with one sentence."""
     if not isinstance(raw, dict):
         raise ConfigRefused(f"args must be an object, got {show(raw)}.")
     try:

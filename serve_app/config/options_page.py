@@ -66,7 +66,9 @@ def options_page() -> str:
 
 
 def _tables(root: type) -> Iterator[tuple[str, list[str]]]:
-    """The rows of each section with its heading; those that a model's application has of its engine apart."""
+    """The rows of each section with its heading. The engine's options of a model application come in a table of their
+    own.
+    """
     of_engine = {option.name for option in options_of(EngineOptions)} - {"source"}
     for path, section in _sections("", root):
         rows = {option.name: _row(option, section) for option in options_of(section)}
@@ -79,7 +81,7 @@ def _tables(root: type) -> Iterator[tuple[str, list[str]]]:
 
 
 def _sections(path: str, section: type) -> Iterator[tuple[str, type]]:
-    """The section and those in it, each with where it stands."""
+    """The section and its subsections, each with its path."""
     yield path, section
     for option in options_of(section):
         if option.section is not None:

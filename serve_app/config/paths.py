@@ -1,7 +1,7 @@
-"""Where the relative paths of config.yaml start: at the project root, wherever the process runs.
+"""Resolves the relative paths of config.yaml against the project root, whatever the working directory.
 
-Serve starts replicas in folders of its own, so the working directory says nothing. The root is `ROUNDHOUSE_ROOT`
-if that is set (for an installed package), else the folder of the checkout that this package lies in.
+Serve starts replicas in its own folders, so the working directory is not usable. The root is `ROUNDHOUSE_ROOT` if set
+(for an installed package), else the checkout that contains this package.
 """
 
 import os
@@ -11,7 +11,7 @@ from serve_app.errors import ConfigRefused
 
 
 def project_root() -> Path | None:
-    """None when the package is installed and nothing says where its project is."""
+    """The project root; None when the package is installed and `ROUNDHOUSE_ROOT` is unset."""
     named = os.environ.get("ROUNDHOUSE_ROOT")  # noqa: TID251 - a property of the machine, needed to read a config at all
     if named:
         return Path(named).expanduser()
@@ -29,20 +29,20 @@ def resolve_source(source: str) -> str:
 
 
 def resolve_path(path: str) -> str:
-    """A path, absolute; a URL as it is. Raises `ConfigRefused` for a relative path without a project root, and for the
-    home of nobody.
+    """A path, made absolute; a URL unchanged. Raises `ConfigRefused` for a relative path without a project root, and
+    for an unknown home folder.
     """
     if "://" in path:
         return path
     try:
         expanded = Path(path).expanduser()
     except RuntimeError as exc:
-        raise ConfigRefused(f"The path {path!r} starts in a home that is not there.") from exc
+        raise ConfigRefused(f"The path {path!r} starts with a home folder that does not exist.") from exc
     if expanded.is_absolute():
         return str(expanded)
     root = project_root()
     if root is None:
         raise ConfigRefused(
-            f"The path {path!r} is relative, and this is not a checkout: set ROUNDHOUSE_ROOT or give it absolute."
+            f"The path {path!r} is relative, and this is not a checkout: set ROUNDHOUSE_ROOT or use an absolute path."
         )
     return str(root / expanded)

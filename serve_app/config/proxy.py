@@ -1,8 +1,8 @@
-"""The environment variables by which config.yaml tells HAProxy what Serve's own variables cannot
+"""The environment variables that configure HAProxy beyond Serve's own variables
 (`controller_options.runtime_env.env_vars`).
 
-    ROUNDHOUSE_HEALTH_PORT               /healthz and /readyz also on this port, which a flood of the other cannot fill
-    ROUNDHOUSE_CONNECTIONS_PER_SOURCE    how many connections an address may hold; default: half of all; 0: no limit
+- `ROUNDHOUSE_HEALTH_PORT`: a second port for /healthz and /readyz. A flood of the public port cannot fill it.
+- `ROUNDHOUSE_CONNECTIONS_PER_SOURCE`: most connections of one address; default: half of all; 0: no limit.
 """
 
 import os
@@ -34,7 +34,7 @@ def parse_proxy_config(variables: Mapping[str, str]) -> ProxyConfig:
 
 
 def read_proxy_config() -> ProxyConfig:
-    """That of this process, in which Serve set the variables. Raises `ConfigRefused`."""
+    """The configuration in this process's environment, which Serve set. Raises `ConfigRefused`."""
     return parse_proxy_config(os.environ)  # noqa: TID251 - Serve hands the proxy nothing else of the file
 
 

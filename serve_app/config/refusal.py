@@ -1,4 +1,4 @@
-"""What in a configuration cannot be used: where it stands, and one sentence that says why."""
+"""An error in a configuration: its path, and one sentence that gives the reason."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ RENAMED: Final[Mapping[str, str]] = {
     "least_busy": "load_floor",
     "limits.stop_length": "stop_characters",
 }
-"""Keys that had another name once: old path -> new name. They are refused with the new one."""
+"""Renamed keys: old path -> new name. An old key is refused, and the message gives the new name."""
 
 SECTIONS: Final = ("models", "checkpoints", "images", "keys", "limits", "config")
 _UNKNOWN: Final = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
@@ -30,12 +30,12 @@ class Refusal:
 
     @property
     def part(self) -> str:
-        """The part that is not taken over: `models[1]`."""
+        """The part of the configuration that is refused: `models[1]`."""
         return self.path.partition(".")[0]
 
     @property
     def section(self) -> str:
-        """One of `SECTIONS`; the last for what stands in none of the others."""
+        """One of `SECTIONS`; the last one for anything outside the others."""
         name = self.part.partition("[")[0]
         return name if name in SECTIONS else SECTIONS[-1]
 
@@ -44,8 +44,8 @@ class Refusal:
 
 
 def refusals(exc: ValidationError, root: type, whole: str, at: Location = ()) -> list[Refusal]:
-    """One for each error. `root`: the section that was validated; `at`: where it stands; `whole`: what to call it when
-    it stands nowhere.
+    """One refusal for each error. `root`: the validated section; `at`: its path; `whole`: its name when it has no
+    path.
     """
     return [_refusal(error, root, whole, at) for error in exc.errors(include_url=False)]
 

@@ -1,4 +1,4 @@
-"""A part of the configuration: a frozen pydantic value whose every option carries its range and one sentence."""
+"""A part of the configuration: a frozen pydantic value. Every option has its range and one sentence."""
 
 from typing import Annotated, Final
 

@@ -1,6 +1,6 @@
-"""What the ingress serves: the `user_config` of its deployment in config.yaml, which can change while it runs.
+"""The `user_config` of the ingress in config.yaml: what it serves. It can change while the ingress runs.
 
-Each key, each model, the limits and the checkpoints are read apart: what is good can be used, whatever else is wrong.
+Each key, each model, the limits and the checkpoints are read separately: an error in one does not affect the others.
 `OPTIONS.md` lists every option.
 """
 
@@ -25,52 +25,54 @@ _Last = TypeVar("_Last", bound=Section | None)
 
 
 class CheckpointsConfig(Section):
-    """Where checkpoints are looked up, and the bounded local cache of the remote ones."""
+    """The checkpoint roots, and the bounded local cache of remote checkpoints."""
 
     roots: Annotated[
-        tuple[Text, ...], Field(strict=False), Doc("Folders and URLs where `tinker://` paths are looked up, in order.")
+        tuple[Text, ...],
+        Field(strict=False),
+        Doc("Folders and URLs in which `tinker://` paths are looked up, in order."),
     ] = ()
     cache_directory: Annotated[
         Text | None,
         Doc(
-            "Copies of checkpoints that are remote or tar files; the models read them there. "
+            "Folder for copies of remote checkpoints and tar files; the models read them there. "
             "null: a folder under the user's cache."
         ),
     ] = None
-    cache_bytes: Annotated[int, Ge(0), Doc("Bound of that folder.")] = 50 * 2**30
+    cache_bytes: Annotated[int, Ge(0), Doc("Largest size of that folder.")] = 50 * 2**30
 
 
 class LimitsConfig(Section):
-    """Bounds on what a caller can make the service do."""
+    """Limits on requests, which bound the work that a caller can cause."""
 
     body_bytes: Annotated[Count, Doc("Largest request body; a larger one is refused (413).")] = 8 * 2**20
     bytes_in_flight: Annotated[
         Bytes, Doc("Memory that the requests under way in an ingress may hold; more are refused (503).")
     ] = 256 * 2**20
-    body_timeout_s: Annotated[Seconds, Doc("Longest that a body may take to arrive; then 400.")] = 30.0
-    messages: Annotated[Count, Doc("Messages of a request.")] = 4096
-    tools: Annotated[Count, Doc("Tools of a request.")] = 512
-    stop_sequences: Annotated[Count, Doc("Stop strings of a request.")] = 256
-    stop_characters: Annotated[Count, Doc("Characters of one stop string.")] = 1024
-    logit_bias_entries: Annotated[Count, Doc("Entries of `logit_bias`.")] = 1024
-    images: Annotated[Count, Doc("Images of a request.")] = 16
-    image_bytes: Annotated[Count, Doc("Bytes of an image file; `body_bytes` bounds a data URL too.")] = 20 * 2**20
+    body_timeout_s: Annotated[Seconds, Doc("Longest time for a request body to arrive; then 400.")] = 30.0
+    messages: Annotated[Count, Doc("Most messages of a request.")] = 4096
+    tools: Annotated[Count, Doc("Most tools of a request.")] = 512
+    stop_sequences: Annotated[Count, Doc("Most stop strings of a request.")] = 256
+    stop_characters: Annotated[Count, Doc("Most characters of one stop string.")] = 1024
+    logit_bias_entries: Annotated[Count, Doc("Most entries of `logit_bias`.")] = 1024
+    images: Annotated[Count, Doc("Most images of a request.")] = 16
+    image_bytes: Annotated[Count, Doc("Most bytes of an image file; `body_bytes` bounds a data URL too.")] = 20 * 2**20
     image_tensor_bytes: Annotated[
-        Count, Doc("Bytes of all prepared images of a request; they travel to the model in one message.")
+        Count, Doc("Most bytes of all prepared images of a request; they travel to the model in one message.")
     ] = 192 * 2**20
-    image_pixels: Annotated[Count, Doc("Pixels of an image, judged before it is decoded.")] = 32 * 2**20
-    image_side: Annotated[Count, Doc("Pixels of the longer side of an image.")] = 16_384
+    image_pixels: Annotated[Count, Doc("Most pixels of an image, checked before it is decoded.")] = 32 * 2**20
+    image_side: Annotated[Count, Doc("Most pixels of the longer side of an image.")] = 16_384
     first_token_timeout_s: Annotated[Seconds, Doc("Longest wait for the first token; then 503.")] = 120.0
     total_timeout_s: Annotated[Seconds, Doc("Longest request; then 503, or an error event in a stream.")] = 3600.0
-    per_key: Annotated[PerKeyLimits, Doc("What each key may use, in each ingress.")] = PerKeyLimits()
+    per_key: Annotated[PerKeyLimits, Doc("Limits of each key, counted in each ingress.")] = PerKeyLimits()
 
 
 class ImagesConfig(Section):
-    """Where images are prepared for vision models."""
+    """The application that prepares images for vision models."""
 
     app: Annotated[Text, Doc("The application of this file that prepares images.")]
     timeout_s: Annotated[
-        Seconds, Doc("How long the images of a request may take, the start of a process included.")
+        Seconds, Doc("Longest time to prepare the images of a request, including the start of a process.")
     ] = 60.0
 
 
@@ -78,16 +80,18 @@ class ServiceConfig(Section):
     """All of it."""
 
     models: Annotated[tuple[ModelConfig, ...], Field(strict=False), Doc("The base models; at least one.")]
-    checkpoints: Annotated[CheckpointsConfig, Doc("Where checkpoints lie.")] = CheckpointsConfig()
+    checkpoints: Annotated[CheckpointsConfig, Doc("Where checkpoints are stored.")] = CheckpointsConfig()
     images: Annotated[ImagesConfig | None, Doc("Where images are prepared; null: they are refused.")] = None
-    keys: Annotated[tuple[KeyConfig, ...], Field(strict=False), Doc("Who may call; without a key nobody can.")] = ()
-    limits: Annotated[LimitsConfig, Doc("Bounds on requests.")] = LimitsConfig()
+    keys: Annotated[
+        tuple[KeyConfig, ...], Field(strict=False), Doc("Accepted API keys; without one every request is refused.")
+    ] = ()
+    limits: Annotated[LimitsConfig, Doc("Limits on requests.")] = LimitsConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A `user_config` as far as it is good. What is wrong stays as it was before, but for keys: whoever the new
-    configuration does not let in is out.
+    """The valid parts of a `user_config`. A refused part keeps its previous value, except keys: a key that the new
+    configuration does not accept is no longer valid.
     """
 
     config: ServiceConfig
@@ -100,7 +104,7 @@ def read_config(raw: object, before: ServiceConfig | None = None) -> Reading:
     if not isinstance(raw, dict):
         return Reading(last, (Refusal("", f"The configuration must be an object, got {show(raw)}."),))
     found = _unknown_sections(raw)
-    # A section that is missing beside an unknown name may be the one that was meant: it stays as it is.
+    # An unknown name may be a misspelt section: sections that are missing beside it keep their values.
     given = {**{name: getattr(last, name) for name in _SECTIONS if found}, **raw}
     reader = _Reader(last, found)
     config = ServiceConfig(
@@ -114,7 +118,7 @@ def read_config(raw: object, before: ServiceConfig | None = None) -> Reading:
 
 
 def parse_config(raw: object) -> ServiceConfig:
-    """Raises `ConfigRefused` with one sentence for each thing that is wrong."""
+    """Raises `ConfigRefused` with one sentence for each error."""
     reading = read_config(raw)
     if reading.refusals:
         raise ConfigRefused("\n".join(map(str, reading.refusals)))
@@ -134,7 +138,7 @@ def _unknown_sections(raw: Mapping[str, object]) -> list[Refusal]:
 
 
 class _Reader:
-    """Reads sections one by one; what is wrong goes to `found`."""
+    """Reads sections one by one; collects the errors in `found`."""
 
     def __init__(self, last: ServiceConfig, found: list[Refusal]) -> None:
         self._last = last
@@ -148,7 +152,7 @@ class _Reader:
         return None if raw is None else self.section("images", raw, ImagesConfig, last)
 
     def models(self, raw: object) -> tuple[ModelConfig, ...]:
-        """A model that is wrong stays as it was, if it was there."""
+        """A refused model keeps its previous configuration, if it had one."""
         last = {model.id: model for model in self._last.models}
         if raw is None or not isinstance(raw, list | tuple) or not raw:
             self._found.append(_no_list("models", raw))
@@ -167,7 +171,7 @@ class _Reader:
         return tuple(models[index] for index in sorted(models))
 
     def keys(self, raw: object) -> tuple[KeyConfig, ...]:
-        """A key that is wrong lets nobody in, also where it did before: it may have been replaced for a reason."""
+        """A refused key is not accepted, even if it was before: the operator may have replaced it for a reason."""
         if not isinstance(raw, list | tuple):
             self._found.append(_no_list("keys", raw))
             return self._last.keys
@@ -192,7 +196,7 @@ class _Reader:
             return None
         try:
             return model if model is None or model.weights else None
-        except ConfigRefused as exc:  # a relative path that starts nowhere
+        except ConfigRefused as exc:  # a relative path without a project root
             self._found.append(Refusal(f"models[{index}].source", str(exc)))
             return None
 

@@ -1,1 +1,1 @@
-"""Bytes in and out: the ASGI application, its middleware, bodies, server-sent events, the OpenAPI description."""
+"""HTTP: the ASGI application, its middleware, request bodies, server-sent events, and the OpenAPI description."""

@@ -1,4 +1,4 @@
-"""The HTTP application: a handler of a few lines per endpoint, built from a `Service`. Knows neither Ray nor torch."""
+"""The HTTP application: one short handler per endpoint, built from a `Service`. It imports neither Ray nor torch."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 def build_http_app(service: Service) -> Starlette:
-    """An ASGI application over the service, which stays the caller's to close."""
+    """An ASGI application over the service. The caller closes the service."""
     handlers = Handlers(service)
     routes = [
         *(_route("GET", path, handlers.healthz) for path in LIVENESS_PATHS),
@@ -73,7 +73,7 @@ def build_http_app(service: Service) -> Starlette:
 
 
 class Handlers:
-    """The endpoints. What they raise is answered by `middleware.Catch`."""
+    """The endpoints. `middleware.Catch` turns their exceptions into responses."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -100,7 +100,7 @@ class Handlers:
         await exchange.send_json(200, {"status": "ready", **details})
 
     def _log_change(self, why_not: Mapping[str, str]) -> None:
-        """Names and reasons are for the log: anybody may ask for readiness, and probes ask all the time."""
+        """Log changes of readiness. Names and reasons go only to the log, because /readyz needs no key."""
         if why_not != self._why_not_ready:
             logger.info("Readiness: %s", why_not or "all models are ready")
             self._why_not_ready = why_not
@@ -122,7 +122,7 @@ class Handlers:
 
     async def endpoints(self, exchange: Exchange) -> None:
         slug: str = exchange.scope["path_params"]["slug"]
-        requested = f"{slug}/endpoints"  # a model may be called so, slashes and all
+        requested = f"{slug}/endpoints"  # a model id may contain slashes
         try:
             await self._describe(exchange, requested)
         except (InvalidRequest, ModelNotFound) as exc:
@@ -152,7 +152,7 @@ class Handlers:
                     await self._answer(exchange, edge, ticket, body, prepare)
 
     async def _parse(self, exchange: Exchange, edge: Edge, ticket: Ticket, kind: type[Body]) -> Body:
-        """Only what is read of the body is left of it then."""
+        """Parse the body; fields that are not read are dropped."""
         content = await read_body(exchange, edge.limits, ticket.lease.hold)
         ticket.body_bytes = len(content)
         cost_us = len(content) * PARSE_US_PER_BYTE
@@ -189,7 +189,7 @@ class Handlers:
 
 
 class _Endpoint:
-    """A handler as an ASGI application, which is what routes take besides functions of Starlette's own requests."""
+    """A handler as an ASGI application: Starlette routes accept these besides functions of its own requests."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -214,7 +214,7 @@ async def _no_route(request: Request, exc: Exception) -> Response:
 
 
 def _instead_of(path: str) -> str:
-    """What the caller may have meant: most write a base URL without the prefix, or with a part of it twice."""
+    """A suggestion. The usual mistake is a base URL without the prefix, or with a part of it twice."""
     meant = next((end for end in _ENDPOINTS if path.rstrip("/").endswith(end)), None)
     if meant is not None:
         return f"Did you mean {PREFIXES[0] + meant!r}?"
@@ -223,8 +223,8 @@ def _instead_of(path: str) -> str:
 
 @contextmanager
 def _charged(exchange: Exchange, ticket: Ticket) -> Iterator[None]:
-    """Charge what was used at the end. Whoever got nothing, by our fault or since it was refused, used nothing; whoever
-    left before the first token made the engine read the prompt.
+    """Charge the used tokens at the end. A request that failed or was refused without output is free. A client that
+    left before the first token pays for the prompt, because the engine computed it.
     """
     try:
         yield
@@ -240,7 +240,7 @@ def _charged(exchange: Exchange, ticket: Ticket) -> Iterator[None]:
 
 @asynccontextmanager
 async def _time_limit(exchange: Exchange, limits: LimitsConfig) -> AsyncIterator[None]:
-    """Raises `TotalTimeout` when its body takes longer, or `ClientTooSlow` when it waits for the client by then."""
+    """Raises `TotalTimeout` when its body takes longer, or `ClientTooSlow` when it is then waiting for the client."""
     seconds = limits.total_timeout_s
     try:
         async with asyncio.timeout(seconds) as limit:

@@ -1,4 +1,4 @@
-"""The request body, as the bytes that came."""
+"""Reads the request body as bytes."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from serve_app.http.exchange import ClientLeft, Exchange
 
 
 async def read_body(exchange: Exchange, limits: LimitsConfig, hold: Callable[[int], None]) -> bytes:
-    """`hold` is told how many bytes there are to be held, before they are. Raises what it raises, and
+    """`hold` is called with the number of bytes before they are stored. Raises what it raises, and
     `UnsupportedMediaType`, `BodyTooLarge`, `InvalidRequest`, or `ClientLeft`.
     """
     check_media_type(exchange)
@@ -26,7 +26,9 @@ async def read_body(exchange: Exchange, limits: LimitsConfig, hold: Callable[[in
     except TimeoutError as exc:
         raise InvalidRequest(f"The request body did not arrive within {limits.body_timeout_s:g} s.") from exc
     upgrade = exchange.header(b"upgrade")
-    if not content and upgrade is not None:  # the server stops reading there: curl --http2 and Java's client try it
+    if (
+        not content and upgrade is not None
+    ):  # the server stops reading at an upgrade, which curl --http2 and Java's client attempt
         raise InvalidRequest(
             f"The request body was lost with an attempt to upgrade the connection; send no Upgrade, got {upgrade!r}."
         )

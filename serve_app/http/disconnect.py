@@ -1,4 +1,4 @@
-"""Ends the work for a client that has gone away."""
+"""Cancels a request when its client disconnects."""
 
 import asyncio
 from types import TracebackType
@@ -10,7 +10,7 @@ from serve_app.http.exchange import ClientLeft, Exchange
 class CancelOnDisconnect:
     """A context whose body is cancelled, and left with `ClientLeft`, when the client closes the connection.
 
-    To be entered once the request body was read: it takes what the server says from then on.
+    Enter it after the request body was read: it consumes the server's messages from then on.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -33,7 +33,9 @@ class CancelOnDisconnect:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
             return
-        if not isinstance(exc, asyncio.CancelledError):  # it came too late to be noticed inside: take it here
+        if not isinstance(
+            exc, asyncio.CancelledError
+        ):  # the cancellation came too late to be noticed inside: handle it here
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError as cancelled:

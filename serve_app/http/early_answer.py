@@ -1,22 +1,22 @@
-"""Reads on after an answer that was given before the request's body had come."""
+"""Reads the rest of a request body after an early answer."""
 
 import asyncio
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_QUIET_S = 2.0  # without a byte, after which nothing more is expected
+_QUIET_S = 2.0  # without a byte, after which no more are expected
 _TOTAL_S = 30.0
 _MAX_DRAINING = 64  # Serve counts each among the requests that it lets in, and none needs a key
 _KEPT_BYTES = 1 << 20  # up to here the connection stays open for the next request
 
 
 class EarlyAnswer:
-    """ASGI middleware. A refusal often comes first: a wrong key, a body that is too large. A server that closes a
-    connection while bytes come in resets it, and the client may lose the answer that it has not read yet, since most
-    send everything before they read (RFC 9112, section 9.6). So the answer goes out whole, what still comes is thrown
-    away, for `total_s` at most and until nothing has come for two seconds, and only then the exchange ends. The layers
-    inside do not wait for that. Beyond a number of them at a time the next ones end at once.
+    """ASGI middleware. The service often answers before the whole body has arrived: a wrong key, a body that is too
+    large. A server that closes a connection while bytes arrive resets it (RFC 9112, section 9.6). Most clients send
+    everything before they read, so they may lose the answer. So this layer sends the whole answer, then reads and drops
+    the rest of the body. It stops after `total_s`, or after two seconds without a byte, and ends the exchange. The
+    inner layers do not wait for this. Their number is bounded: exchanges over the bound end at once.
     """
 
     def __init__(self, app: ASGIApp, total_s: float = _TOTAL_S) -> None:
@@ -50,7 +50,7 @@ class EarlyAnswer:
 
 
 class _Body:
-    """How far the body of a request was read when the answer to it ended."""
+    """How much of a request body was read when its answer ended."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -90,8 +90,8 @@ def _has_body(scope: Scope) -> bool:
 
 
 def _is_small(scope: Scope) -> bool:
-    """Whether the rest of the body is worth reading for the connection's sake, and is going to come: who expects a
-    100 Continue may keep it back after a refusal.
+    """Whether the rest of the body is small enough to read to keep the connection, and will arrive. A client that
+    expects 100 Continue may not send it after a refusal.
     """
     headers = dict(scope["headers"])
     length = headers.get(b"content-length", b"")

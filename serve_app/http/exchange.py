@@ -1,4 +1,4 @@
-"""One HTTP exchange: what the layers of the service know of it, and the ways to answer it."""
+"""One HTTP exchange: the state that the middleware layers share, and the methods to answer it."""
 
 import json
 import time
@@ -19,12 +19,12 @@ _MAX_NAMES_BYTES = 2048  # of a header line; some servers and proxies take 8 KiB
 
 
 class ClientLeft(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection; no answer is possible."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """Made by the outermost middleware, filled in on the way in."""
+    """Created by the outermost middleware; the inner layers fill it in."""
 
     scope: Scope
     receive: Receive
@@ -35,7 +35,7 @@ class Exchange:
     ticket: Ticket | None = None  # once it was admitted and its body was read
     response_started: bool = False
     response_ended: bool = False
-    waits_for_client: bool = False  # to read; stays true when the wait was given up
+    waits_for_client: bool = False  # to read; stays true when the wait timed out
     extra_headers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -46,12 +46,12 @@ class Exchange:
 
     @property
     def caller(self) -> Caller:
-        """Whose key it is; only where a key is needed."""
+        """The key's holder. Use it only where a key is required."""
         assert self.authenticated is not None
         return self.authenticated
 
     def header(self, name: bytes) -> str | None:
-        """A request header by its lower-case name; of several the first."""
+        """A request header by its lower-case name; the first of several."""
         return next(iter(self.headers(name)), None)
 
     def headers(self, name: bytes) -> list[str]:
@@ -65,7 +65,7 @@ class Exchange:
         await self.send_content(status, json.dumps(body, allow_nan=False, separators=(",", ":")).encode(), headers)
 
     async def send_content(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """JSON that is written out already."""
+        """Send JSON that is encoded already."""
         about = {"content-type": "application/json", "content-length": str(len(content))}
         await self.start(status, about | dict(headers or {}))
         await self.end(content)
@@ -88,7 +88,7 @@ class Exchange:
         self.waits_for_client = False
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send the status line and all headers; those of every response included."""
+        """Send the status line and all headers, including those of every response."""
         common = {"x-request-id": self.record.request_id} | self.extra_headers
         if self.ticket is not None and self.ticket.ignored_fields.names:
             common["x-ignored-fields"] = _names(self.ticket.ignored_fields)
@@ -100,7 +100,7 @@ class Exchange:
 
 
 def _names(fields: IgnoredFields) -> str:
-    """Names that callers made up, safe in a header and bounded: the first ones, and how many more there are."""
+    """Names that callers chose, escaped for a header and bounded: the first ones, and the number of the rest."""
     shown: list[str] = []
     for name in fields.names:
         spelled = quote(name[:_MAX_FIELD_CHARACTERS], safe="._-[]")

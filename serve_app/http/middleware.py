@@ -1,7 +1,6 @@
 """Pure ASGI middleware. `layers` is the whole list, outermost first.
 
-All but the first pass on what is not HTTP. What they know of a request travels in its `Exchange`, at
-`scope["exchange"]`.
+All but the first pass on anything that is not HTTP. They share the request's `Exchange`, at `scope["exchange"]`.
 """
 
 import json
@@ -26,7 +25,7 @@ from serve_app.logs import trace_of
 
 logger = logging.getLogger(__name__)
 
-LIVENESS_PATHS = ("/healthz", "/health", "/ping")  # the others are what probes of other servers ask
+LIVENESS_PATHS = ("/healthz", "/health", "/ping")  # the others are probe paths of other servers
 OPEN_PATHS = frozenset({*LIVENESS_PATHS, "/readyz", "/version", "/openapi.json"})
 _MAX_QUOTED_CHARACTERS = 1024
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -44,7 +43,7 @@ def layers(service: Service) -> list[Middleware]:
 
 
 class RefuseWebSockets:
-    """There are none, and whoever tries is told so in the one error shape."""
+    """Refuses WebSockets with the service's error body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -53,7 +52,7 @@ class RefuseWebSockets:
         if scope["type"] != "websocket" or "websocket.http.response" not in scope.get("extensions", {}):
             await self._app(scope, receive, send)
             return
-        error = to_http(NotFound("There are no WebSockets here; send requests over HTTP."))
+        error = to_http(NotFound("WebSockets are not supported; send requests over HTTP."))
         content = json.dumps(error.body()).encode()
         headers = {
             "x-request-id": uuid.uuid4().hex,
@@ -66,7 +65,7 @@ class RefuseWebSockets:
 
 
 class Identify:
-    """Opens the exchange and gives the request an id: the client's own if it is a sane one."""
+    """Opens the exchange and gives the request an id: the client's own if it is valid."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -108,7 +107,7 @@ class Record:
 
 
 class Catch:
-    """Turns whatever is raised into the one error shape: a response, or the last event of a stream that has begun."""
+    """Turns every exception into the service's error body: a response, or the last event of a started stream."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -125,7 +124,7 @@ class Catch:
 
 
 class Authenticate:
-    """Lets in who has a key, before anything of the body is read."""
+    """Requires a valid key, before the body is read."""
 
     def __init__(self, app: ASGIApp, service: Service, now: Callable[[], datetime] | None = None) -> None:
         self._app = app
@@ -144,10 +143,10 @@ class Authenticate:
 
 
 def _require_keys(service: Service) -> None:
-    """Without a configuration there are no keys: to call a valid one wrong would make its owner throw it away."""
+    """Without a configuration the service knows no keys. A 401 would make the owner of a valid key discard it."""
     try:
         service.require_configuration()
-    except ConfigRefused as exc:  # the reason is for the log: it names what callers need not know
+    except ConfigRefused as exc:  # the reason goes to the log: it contains names that callers must not see
         raise NotReady("Not ready: the service has no configuration.") from exc
 
 
@@ -161,7 +160,7 @@ async def _answer(exchange: Exchange, exc: Exception) -> None:
     elif is_ours or record.outcome is Outcome.UNREAD:
         logger.warning("request_id=%s %s: %s", record.request_id, type(exc).__name__, exc)
     if exchange.response_ended:
-        return  # the client has all it was to get
+        return  # the client has the complete answer
     if exchange.response_started:
         await send_failure(exchange, error)
     else:
@@ -200,5 +199,5 @@ def _log(record: RequestRecord) -> None:
 
 
 def _quoted(text: str) -> str:
-    """What a caller wrote, as one word of a line: its line breaks and spaces are none of ours."""
+    """A caller's text as one word of a log line: line breaks and spaces are escaped."""
     return quote(text, safe="/:;")[:_MAX_QUOTED_CHARACTERS]

@@ -1,7 +1,7 @@
-"""The OpenAPI description of the service, made from the types that requests are validated with and replies are made of.
+"""The OpenAPI description of the service, generated from the types of requests and replies.
 
-Rules between fields stand in `openapi_rules.py`; what no schema can say is said in words. Bounds are those of the
-configuration.
+Rules between fields are in `openapi_rules.py`; rules that no schema can express are in `openapi_texts.py`. Bounds are
+those of the configuration.
 """
 
 import json
@@ -58,7 +58,7 @@ def describe_api(limits: LimitsConfig) -> bytes:
 
 class _Untitled(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: object) -> bool:
-        """A field's name is title enough."""
+        """Fields get no title: their name is enough."""
         return False
 
 
@@ -82,7 +82,7 @@ def _schemas(limits: LimitsConfig) -> Object:
 
 
 def _reached(schemas: Object, names: Iterable[str]) -> set[str]:
-    """These and all they refer to; the types that validators of ours return are among the schemas too."""
+    """These schemas and all that they refer to. The types that our validators return are among them too."""
     reached: set[str] = set()
     left = list(names)
     while left:
@@ -94,7 +94,7 @@ def _reached(schemas: Object, names: Iterable[str]) -> set[str]:
 
 
 def _bound(properties: Object, limits: LimitsConfig) -> None:
-    """Add what is not judged by the types, but with the configuration at hand."""
+    """Add the bounds that come from the configuration and not from the types."""
     _object(properties, "model").update({"minLength": 1, "maxLength": MAX_CHARACTERS})
     most = {"messages": limits.messages, "prompt_chunks": limits.messages, "tools": limits.tools}
     for name, count in {**most, "stop": limits.stop_sequences}.items():
@@ -111,7 +111,7 @@ def _bound(properties: Object, limits: LimitsConfig) -> None:
 
 
 def _alternatives(properties: Object, name: str, kind: str) -> Iterator[Object]:
-    """The schemas of that kind among those that a property may have."""
+    """The schemas of one kind among a property's alternatives."""
     if name not in properties:
         return
     schema = _object(properties, name)
@@ -130,7 +130,7 @@ def _object(parent: Object, name: str) -> Object:
 
 
 def _paths(limits: LimitsConfig) -> Object:
-    with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: checkpoints too.")
+    with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: list checkpoints too.")
     return {
         "/v1/chat/completions": {"post": _generating("ChatCompletion", "ChatBody", CHAT_RULES, limits)},
         "/v1/completions": {"post": _generating("TextCompletion", "CompletionBody", COMPLETION_RULES, limits)},
@@ -147,15 +147,15 @@ def _paths(limits: LimitsConfig) -> Object:
                 "retrieveModel",
                 "A base model, a variant or a checkpoint.",
                 _responses("ModelReply", (400, 401, 404, 422, 500, 503)),
-                (_parameter("path", "id", "Percent-encoded, slashes too."),),
+                (_parameter("path", "id", "Percent-encoded, including slashes."),),
             )
         },
         "/v1/models/{slug}/endpoints": {
             "get": _operation(
                 "listEndpoints",
-                "The endpoints of a marketplace slug. There are no slugs here: the answer is 404.",
+                "The endpoints of a marketplace slug. This service has no slugs: the answer is 404.",
                 _responses(None, (401, 404, 500)),
-                (_parameter("path", "slug", "Percent-encoded, slashes too."),),
+                (_parameter("path", "slug", "Percent-encoded, including slashes."),),
             )
         },
         "/healthz": {"get": _open("isAlive", "Whether the process answers.", "StatusReply", (500,))},
@@ -174,7 +174,7 @@ def _generating(reply: str, body: str, rules: str, limits: LimitsConfig) -> Obje
     whole = _object(responses, "200")
     content = _object(whole, "content")
     whole["content"] = {**content, "text/event-stream": {"schema": _event(f"{reply}Chunk")}}
-    description = f"Unknown fields are ignored, null is unset. At most {limits.body_bytes} bytes of UTF-8."
+    description = f"Unknown fields are ignored; null means unset. At most {limits.body_bytes} bytes of UTF-8."
     return {
         **_operation(f"create{reply}", rules, responses),
         "requestBody": {"required": True, "description": description, "content": _json(body)},
@@ -182,9 +182,7 @@ def _generating(reply: str, body: str, rules: str, limits: LimitsConfig) -> Obje
 
 
 def _event(chunk: str) -> Object:
-    """One event of a stream. Tools take the schema of a stream for that of each event; OpenAPI itself has no way to say
-    it before 3.2.
-    """
+    """One event of a stream. Tools use a stream's schema for each event; OpenAPI before 3.2 has no field for it."""
     references: list[Json] = [{"$ref": _REFERENCE.format(model=name)} for name in (chunk, "ErrorReply")]
     data: Object = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": references}}
     return {
@@ -196,12 +194,14 @@ def _event(chunk: str) -> Object:
 
 
 def _open(name: str, description: str, reply: str, failures: Iterable[int]) -> Object:
-    """For these paths no key is needed, and they have no other prefix."""
+    """These paths need no key and have one prefix only."""
     return {**_operation(name, description, _responses(reply, failures)), "security": [], "servers": [{"url": "/"}]}
 
 
 def _operation(name: str, description: str, responses: Object, parameters: Iterable[Json] = ()) -> Object:
-    request_id = _parameter("header", "x-request-id", "Comes back if it is 1 to 128 letters, digits and `._:-`.")
+    request_id = _parameter(
+        "header", "x-request-id", "The response repeats it if it is 1 to 128 letters, digits and `._:-`."
+    )
     return {
         "operationId": name,
         "description": description,
@@ -216,7 +216,7 @@ def _parameter(place: str, name: str, description: str) -> Object:
 
 
 def _responses(reply: str | None, failures: Iterable[int]) -> Object:
-    """What the table of errors says about each status. `reply` None: it cannot succeed."""
+    """The responses at each status of the table of errors. `reply` None: the endpoint cannot succeed."""
     codes = codes_by_status()
     found: Object = {}
     if reply is not None:
@@ -244,12 +244,12 @@ def _header(name: str) -> Object:
 def _headers() -> Object:
     texts = {
         "x-request-id": "The id of this request in the logs.",
-        "x-ignored-fields": "The fields of the body that had no effect, with commas; there only if there are any.",
-        "x-should-retry": "`false`: another try will not help.",
+        "x-ignored-fields": "The ignored fields of the body, separated by commas; absent if there are none.",
+        "x-should-retry": "`false`: a retry cannot succeed.",
     }
     wait: Object = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}
     headers: Object = {name: {"description": text, "schema": {"type": "string"}} for name, text in texts.items()}
-    return {**headers, "retry-after": {"description": "Seconds, where another try can succeed.", "schema": wait}}
+    return {**headers, "retry-after": {"description": "Seconds after which a retry can succeed.", "schema": wait}}
 
 
 def _json(schema: str) -> Object:

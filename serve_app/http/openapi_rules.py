@@ -1,4 +1,4 @@
-"""Rules between the fields of a body, as JSON Schema. `validate.py` is what judges; tests hold the two together."""
+"""Rules between the fields of a body, as JSON Schema. `api/validate.py` enforces them; tests compare the two."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -10,12 +10,12 @@ _NULL: Object = {"type": "null"}
 
 
 def _set_to(name: str, schema: Object) -> Object:
-    """The field is there, and as this."""
+    """The field is set to this schema."""
     return {"required": [name], "properties": {name: schema}}
 
 
 def _needs(field: str, unless: Object, needed: Object) -> Object:
-    """`field` is unset or as `unless`, or what it needs is there."""
+    """`field` is unset or matches `unless`, or the field that it needs is set."""
     unset: list[Json] = [_NULL, unless] if unless else [_NULL]
     return {"anyOf": [{"properties": {field: {"anyOf": unset}}}, needed]}
 

@@ -1,13 +1,13 @@
-"""The words of the OpenAPI description."""
+"""The texts of the OpenAPI description."""
 
 from collections.abc import Mapping
 
 from serve_app.api.requests import SAMPLING_DEFAULTS
 
 ABOUT = """\
-Base language models and the LoRA checkpoints trained on them, as OpenAI's clients expect them.
+Serves base language models and LoRA checkpoints trained on them, for OpenAI's clients.
 
-Every response but 200 has the one body `ErrorReply`. Integers are written without a fraction: `1.0` is refused.
+Every response but 200 has the body `ErrorReply`. Integers are written without a fraction: `1.0` is refused.
 Which models there are, how long their context is and whether they chat, call tools or see is not said here: ask
 `/v1/models`.
 """
@@ -46,18 +46,18 @@ def _unset(field: str) -> str:
 FIELDS: Mapping[str, str] = {
     "model": "A base model, a variant of it, a checkpoint (`tinker://run/sampler_weights/name`), or base`;`checkpoint.",
     "temperature": f"0: the most likely token. {_unset('temperature')}",
-    "top_p": f"Sample from the most likely tokens that have this probability together. {_unset('top_p')}",
+    "top_p": f"Sample from the most likely tokens whose probabilities add up to this. {_unset('top_p')}",
     "top_k": "Sample from this many tokens. 0, -1 or unset: from all.",
-    "min_p": "Sample from tokens that are at least this likely, relative to the most likely one.",
-    "presence_penalty": "Subtracted from the logits of tokens that the reply has already.",
-    "frequency_penalty": "Subtracted as often as the reply has the token.",
+    "min_p": "Sample from tokens at least this likely relative to the most likely one.",
+    "presence_penalty": "Subtracted from the logits of tokens that are already in the reply.",
+    "frequency_penalty": "Subtracted once for each occurrence of the token in the reply.",
     "repetition_penalty": (
         "Divides the logits of tokens of prompt and reply; above 1 makes them less likely. "
         + _unset("repetition_penalty")
     ),
     "logit_bias": "Added to the logits of these tokens, by their ids in decimal.",
-    "seed": "The same seed, request and model give the same reply. Unset: a random one.",
-    "stop": "Text that ends the reply and is not in it, or token ids that end it. The model's own always do.",
+    "seed": "The same seed, request and model give the same reply. Unset: a random seed.",
+    "stop": "Text that ends the reply and is not part of it, or token ids. The model's own end tokens always end it.",
     "stream": "Send the reply as it is generated.",
     "stream_options": "`include_usage`: one more chunk with the usage. Needs `stream`.",
     "return_token_ids": "Return the ids of prompt and reply.",
@@ -68,23 +68,23 @@ FIELDS: Mapping[str, str] = {
     "logprobs": "Return log-probabilities; for completions a number, of how many alternatives per token.",
     "echo": "Repeat the prompt before the reply, with its log-probabilities if they are asked for.",
     "messages": "The conversation.",
-    "max_completion_tokens": "The same as `max_tokens`, and wins over it.",
-    "reasoning_effort": "Which values there are depends on the model; a refusal lists them.",
-    "separate_reasoning": "false: reasoning stands in `content`, before the text. Unset: true.",
-    "tools": "What the model may call.",
-    "tool_choice": "What the reply is checked against; one that breaks it is 422. Unset: `auto`.",
+    "max_completion_tokens": "The same as `max_tokens`; if both are set, this one is used.",
+    "reasoning_effort": "The allowed values depend on the model; an error message lists them.",
+    "separate_reasoning": "false: reasoning is in `content`, before the text. Unset: true.",
+    "tools": "The functions that the model may call.",
+    "tool_choice": "The reply is checked against it; a violation is 422. Unset: `auto`.",
     "parallel_tool_calls": "false: a reply with more than one call is 422.",
     "top_logprobs": "Alternatives per token. Needs `logprobs`.",
 }
 
 STATUSES: Mapping[int, str] = {
-    400: "The request cannot be served as it is; the message names field, limit and value.",
-    401: "No key, or not a valid one.",
-    404: "No such model, or not for this key.",
+    400: "The request is invalid; the message names field, limit and value.",
+    401: "No key, or an invalid one.",
+    404: "No such model, or this key may not use it.",
     413: "The body is too large.",
     415: "The body is not declared as plain JSON.",
     422: "The reply broke `tool_choice` or `parallel_tool_calls`, or the checkpoint cannot be served.",
     429: "The queue is full or a limit of the key is reached; nothing was run.",
     500: "A fault of the service.",
-    503: "Nothing can serve this now.",
+    503: "Nothing can serve the request now.",
 }

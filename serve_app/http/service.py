@@ -1,4 +1,4 @@
-"""What the HTTP application is built around: the settings in force, and the parts that outlive them."""
+"""The state of the HTTP application: the current settings, and the parts that outlive them."""
 
 import asyncio
 import logging
@@ -28,12 +28,12 @@ MAX_REQUESTS = 4096
 
 _C = TypeVar("_C")
 _T = TypeVar("_T")
-_NO_CONFIGURATION = Refusal("", "There is no configuration: the deployment has no user_config.")
+_NO_CONFIGURATION = Refusal("", "The deployment has no user_config.")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is in force. A request keeps the settings that it started with."""
+    """The current settings. A request keeps the settings that it started with."""
 
     limits: LimitsConfig
     catalog: Catalog
@@ -42,7 +42,7 @@ class Settings:
 
 
 class Service:
-    """Owns the settings in force and what all requests share. `close` it."""
+    """Owns the current settings and the state that all requests share. `close` it."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Service:
         keep_alive_s: float = KEEP_ALIVE_S,
         max_requests: int = MAX_REQUESTS,
     ) -> None:
-        """`open_checkpoints` is called in a thread; what it opens is the service's to close. `keep_alive_s`: a stream
-        that is silent for this long gets a comment. `max_requests`: how many run at a time.
+        """`open_checkpoints` is called in a thread; the service closes what it opens. `keep_alive_s`: a stream without
+        output for this long gets a comment. `max_requests`: how many run at a time.
         """
         self.replicas = replicas
         self.recorder: Recorder = recorder or NullRecorder()
@@ -77,13 +77,13 @@ class Service:
         self._checkpoints_config: CheckpointsConfig | None = None
         self._retired: list[Checkpoints] = []
         limits = LimitsConfig()
-        self._longest_request_s = _longest_request_s(limits)  # of those that may hold the store of now
+        self._longest_request_s = _longest_request_s(limits)  # of requests that may use the current store
         self.settings = Settings(limits, Catalog({}, None), Keyring({}, limits))
 
     async def reconfigure(self, raw: object) -> None:
-        """Take over what is good of a configuration; say of the rest why not, and leave it as it was. Keys and limits
-        are in force at once, whatever else is still being loaded. Requests under way finish as they began. Never
-        raises: in Ray that would take down an ingress that serves.
+        """Apply the valid parts of a configuration. Log the errors of the other parts, which keep their previous
+        values. Keys and limits apply at once, while other parts are still being loaded. Running requests finish with
+        their old settings. Never raises: Ray would stop an ingress that serves.
         """
         reading = read_config(raw, self._wanted)
         self._number += 1
@@ -93,7 +93,7 @@ class Service:
             refusals += await self._take_over_access(reading.config)
         async with self._catalog_changing:
             if number != self._number:
-                return  # the newer one loads what it wants
+                return  # the newer configuration loads its own parts
             refusals += await self._take_over_checkpoints(reading.config.checkpoints)
             refusals += await self._take_over_images(reading.config.images)
             refusals += await self._take_over_models(reading.config.models)
@@ -102,11 +102,11 @@ class Service:
 
     @property
     def config_error(self) -> str | None:
-        """What was refused of the last configuration, a sentence a line."""
+        """The errors of the last configuration, one sentence per line."""
         return "\n".join(map(str, self.refusals)) or None
 
     def require_configuration(self) -> None:
-        """Raises `ConfigRefused` with the reason as long as there never was a model and a key to serve it to."""
+        """Raises `ConfigRefused` with the reason until there has been a model and a key."""
         if not self.has_served:
             raise ConfigRefused(self.config_error or str(_NO_CONFIGURATION))
 
@@ -150,7 +150,7 @@ class Service:
         return []
 
     async def _take_over_models(self, configs: Sequence[ModelConfig]) -> list[Refusal]:
-        """Each is served as soon as it is loaded; until then, and if it cannot be, as it was."""
+        """Serve each model as soon as it is loaded. Until then, and if loading fails, its previous version stays."""
         loaded = self.settings.catalog.models
         models = {config.id: loaded[config.id] for config in configs if config.id in loaded}
         self._serve(models)
@@ -173,7 +173,7 @@ class Service:
             self.settings = replace(self.settings, catalog=Catalog(dict(models), self._checkpoints))
 
     def _retire(self, checkpoints: Checkpoints, longest_request_s: float) -> None:
-        """Close it once no request can be left of those that began with it."""
+        """Close the store once no request that began with it can be running."""
 
         def close() -> None:
             self._retired.remove(checkpoints)
@@ -191,20 +191,22 @@ class Service:
             len(self.settings.keyring),
         )
         for refusal in refusals:
-            logger.error("Configuration: this was not taken over: %s", refusal)
+            logger.error("Configuration: refused: %s", refusal)
 
 
 def _longest_request_s(limits: LimitsConfig) -> float:
-    """A body, and then the whole request."""
+    """The longest time for a body and then for the whole request."""
     return limits.body_timeout_s + limits.total_timeout_s
 
 
 async def _attempt(section: str, what: str, load: Callable[[_C], _T], config: _C) -> _T | Refusal:
-    """Load something in a thread: a tokenizer, or the package of a root, takes seconds. Or say why it failed."""
+    """Load something in a thread, because a tokenizer or the package of a root takes seconds. Returns the reason if it
+    fails.
+    """
     try:
         return await asyncio.to_thread(load, config)
     except ConfigRefused as exc:
         return Refusal(section, str(exc))
-    except Exception as exc:  # a tokenizer or template can fail in ways of its own
+    except Exception as exc:  # tokenizers and templates can raise any exception
         logger.exception("%s cannot be loaded.", what)
         return Refusal(section, f"{what} cannot be loaded: {type(exc).__name__}.")

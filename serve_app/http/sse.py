@@ -1,4 +1,6 @@
-"""Server-sent events: a stream that is never silent for long, and never just stops."""
+"""Server-sent events: the stream sends comments while it has no output, and always ends with `[DONE]` or an error
+event.
+"""
 
 import asyncio
 import json
@@ -13,11 +15,11 @@ from serve_app.http.exchange import Exchange
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _MANY_SCORES = 64
 _KEEP_ALIVE = b": keep-alive\n\n"
-_LAST_WORDS_TIMEOUT_S = 5.0  # for a client that does not read any more
+_LAST_WORDS_TIMEOUT_S = 5.0  # for a client that no longer reads
 
 
 async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -> None:
-    """Send all parts as events, and `[DONE]`. Raises what `Answer.parts` raises; `send_failure` is to follow then."""
+    """Send all parts as events, and `[DONE]`. Raises what `Answer.parts` raises; then call `send_failure`."""
     await exchange.start(200, HEADERS)
     async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.parts()) as parts:
         beginning = answer.chunks.begin()
@@ -31,7 +33,7 @@ async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -
 
 
 async def send_failure(exchange: Exchange, error: HttpError) -> None:
-    """End a stream that has begun with an error event, and without `[DONE]`."""
+    """End a started stream with an error event and without `[DONE]`."""
     event = f"data: {json.dumps(error.body())}\n\n".encode()
     with suppress(TimeoutError):
         async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):

@@ -1,1 +1,1 @@
-"""Images of a request: from the URL that the caller gave to the tensors that the model's vision tower takes."""
+"""Images of a request: from the caller's URL to the tensors that the model's vision tower takes as input."""

@@ -1,4 +1,4 @@
-"""`data:image/png;base64,…` to its bytes."""
+"""Decodes `data:image/png;base64,…` to bytes."""
 
 import base64
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _SHOWN_CHARACTERS = 64
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """`media_type`: what the content is declared as, one of `decode.MEDIA_TYPES`; None when nothing is declared."""
+    """`media_type`: the declared type of the content, one of `decode.MEDIA_TYPES`; None without a declaration."""
 
     content: bytes
     media_type: str | None

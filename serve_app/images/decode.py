@@ -1,7 +1,7 @@
-"""An image file to pixels: four formats, bounded before anything is decoded, and always RGB.
+"""Decodes an image file to RGB pixels: four formats, with limits that are checked before decoding.
 
-Orientation is applied, transparency lies on white, an animation is its first frame. Pillow may use these four
-decoders only, since others allocate before they look: a BLP of 284 bytes takes 650 MB.
+Orientation is applied, transparent parts become white, and of an animation only the first frame is used. Pillow may use
+only these four decoders. Others allocate memory before they check the data: a BLP of 284 bytes takes 650 MB.
 """
 
 import io
@@ -17,15 +17,15 @@ FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 MEDIA_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/gif": "GIF", "image/webp": "WEBP"}
 _NAMES = {"PNG": "PNG", "JPEG": "JPEG", "GIF": "GIF", "WEBP": "WebP"}
 _TAKEN = "PNG, JPEG, GIF or WebP"
-# What Pillow's decoders raise on bytes that are at fault.
+# The exceptions of Pillow's decoders for damaged data.
 _FAULTS = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, struct.error, zlib.error)
 
 
 class ImageRefused(ValueError):
-    """The image cannot be used; the message is for the caller and begins with what is wrong."""
+    """The image cannot be used; the message is a predicate for the caller."""
 
 
-# Pillow's own bound would come first and name no numbers; `_check` judges every image from its header.
+# Pillow's own bound would apply first, with a message without numbers; `_check` checks every image from its header.
 Image.MAX_IMAGE_PIXELS = None
 
 
@@ -42,7 +42,7 @@ def decode(content: bytes, limits: ImageLimits, declared: str | None = None) -> 
     except ImageRefused:
         raise
     except UnidentifiedImageError as exc:
-        raise ImageRefused(f"must be a {_TAKEN} image; its bytes are none of these") from exc
+        raise ImageRefused(f"must be a {_TAKEN} image; its bytes have another format") from exc
     except (*_FAULTS, MemoryError) as exc:
         raise ImageRefused("is damaged: its pixels cannot be decoded") from exc
 
@@ -63,7 +63,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     image.seek(0)
     image.load()
     oriented = _oriented(image)
-    if oriented.mode.startswith("I"):  # 16 bits a pixel: convert() would cut, not scale
+    if oriented.mode.startswith("I"):  # 16 bits a pixel: convert() would clip, not scale
         oriented = Image.fromarray((np.asarray(oriented, dtype=np.uint32) // 257).astype(np.uint8))
     if oriented.has_transparency_data:
         layer = oriented.convert("RGBA")
@@ -73,7 +73,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _oriented(image: Image.Image) -> Image.Image:
-    """Turned as its EXIF data says; as it lies where that cannot be read."""
+    """The image in the orientation of its EXIF data; unchanged where that cannot be read."""
     try:
         return ImageOps.exif_transpose(image)
     except _FAULTS:

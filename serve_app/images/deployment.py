@@ -1,4 +1,4 @@
-"""The Serve deployment that prepares images: on CPUs, apart from the ingress and from the models."""
+"""The Serve deployment that prepares images, on CPUs and in its own processes."""
 
 from serve_app.config.images import ImageArgs
 from serve_app.images.prepared import ImageOrder, PreparedImages
@@ -6,10 +6,12 @@ from serve_app.logs import join_serve_logs
 
 
 class ImagePreprocessor:
-    """Serve constructs it and finishes its requests before it stops it. It keeps nothing that a retry would miss."""
+    """The deployment. Serve constructs it and lets its requests finish before it stops it. It keeps no state that a
+    retry needs.
+    """
 
     def __init__(self, args: ImageArgs) -> None:
-        # Not at the top: whoever builds the application need not have transformers and torch in memory.
+        # Imported here, so that the process that builds the application does not load transformers and torch.
         from serve_app.images.fetch import Fetcher
         from serve_app.images.preprocessor import Preprocessor
 

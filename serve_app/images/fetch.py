@@ -1,7 +1,7 @@
-"""Images behind `https://` URLs, where the configuration allows that: from public addresses only.
+"""Downloads images from `https://` URLs, where the configuration allows that, and only from public addresses.
 
-The address that is checked is the one that is connected to, at every redirect: a name that resolves to a public address
-now and to a private one a moment later gains nothing.
+At every redirect, the connection uses exactly the address that was checked. So a name that resolves to a public address
+first and to a private one later cannot bypass the check.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _NEVER = tuple(map(ipaddress.ip_network, ("64:ff9b:1::/48", "::ffff:0:0:0/96", "
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the open internet's, and so is one that it carries."""
+    """Whether an IP address is public, including an IPv4 address embedded in it."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if any(found in network for network in _NEVER):
         return False
@@ -43,7 +43,7 @@ def is_public(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """`timeout_s`: of one image, redirects included. `is_allowed`: which addresses may be connected to."""
+    """`timeout_s`: for one image with its redirects. `is_allowed`: whether an address may be connected to."""
 
     timeout_s: float = 10.0
     is_allowed: Callable[[str], bool] = is_public
@@ -95,7 +95,7 @@ class Fetcher:
 
 
 class _Resolver(AbstractResolver):
-    """Names to the addresses that may be connected to."""
+    """Resolves names to allowed addresses only."""
 
     def __init__(self, is_allowed: Callable[[str], bool]) -> None:
         self._names = aiohttp.ThreadedResolver()
@@ -123,7 +123,7 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 
 def _media_type(response: aiohttp.ClientResponse) -> str | None:
-    """What the server declares, where it says more than that these are bytes."""
+    """The media type that the server declares; None where it declares only bytes."""
     declared = response.content_type.lower()
     if declared in MEDIA_TYPES:
         return declared

@@ -1,4 +1,4 @@
-"""The way from an ingress to the image preprocessing deployment."""
+"""The client of the image preprocessing deployment, used by an ingress."""
 
 import asyncio
 import logging
@@ -25,14 +25,14 @@ def _open_handle(app: str) -> DeploymentHandle:
 
 
 class RayImages:
-    """`preparing.Images` over a handle of Serve. The loss of a process costs another try, not the request: nothing was
-    generated yet, and images can be prepared twice.
+    """`preparing.Images` over a handle of Serve. When a process is lost the call is retried: nothing was generated yet,
+    and images can be prepared twice.
     """
 
     def __init__(
         self, app: str, *, timeout_s: float, open_handle: Callable[[str], DeploymentHandle] = _open_handle
     ) -> None:
-        """`timeout_s`: of all images of a request, the start of a process included."""
+        """`timeout_s`: for all images of a request, including the start of a process."""
         self._app = app
         self._timeout_s = timeout_s
         self._open_handle = open_handle

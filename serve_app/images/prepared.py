@@ -1,4 +1,4 @@
-"""Values of the way of an image: from the ingress to the preprocessing, and from there to a model replica."""
+"""The values that pass from the ingress to the image preprocessing, and from there to a model replica."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """Bounds of one image. `pixels` and `side` are judged from the header, before anything is decoded."""
+    """Limits of one image. `pixels` and `side` are checked from the header, before decoding."""
 
     bytes: int = 20 * 2**20
     pixels: int = 32 * 2**20
@@ -33,8 +33,8 @@ class ImageOrder:
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """`token_ids`: what stands in a prompt in place of the image, its frame included. `tensors`: what the model's
-    vision tower takes, by argument. `digest`: of both; equal for images that the model cannot tell apart.
+    """`token_ids`: the tokens that represent the image in a prompt, with its frame. `tensors`: the arguments of the
+    model's vision tower. `digest`: of both; equal for images that give the model equal input.
     """
 
     token_ids: tuple[int, ...]
@@ -86,7 +86,9 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why one image of a request cannot be used: the end of a sentence that begins with its place."""
+    """Why one image of a request cannot be used. The message is a predicate: the caller's sentence begins with the
+    image's place.
+    """
 
     message: str
 

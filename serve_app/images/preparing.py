@@ -1,4 +1,4 @@
-"""Images on their way into a prompt: what the API asks of the preprocessing, and where prepared images go."""
+"""The interface of image preprocessing for the API, and the placement of prepared images in a prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from serve_app.images.prepared import Frame, ImageOrder, PreparedImage, Prepared
 
 
 class Images(Protocol):
-    """Whatever prepares images: a deployment of its own, or this process."""
+    """Prepares images: either a separate deployment or this process."""
 
     async def prepare(self, order: ImageOrder) -> PreparedImages:
         """All images of one request. Raises `ConfigRefused` or a `ServingError`."""
@@ -26,14 +26,14 @@ class ImageUrl:
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompt:
-    """Token ids in which every image has its tokens, and where these are."""
+    """Token ids that include every image's tokens, and the positions of these."""
 
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...] = ()
 
 
 def accepted(prepared: PreparedImages, urls: Sequence[ImageUrl]) -> tuple[PreparedImage, ...]:
-    """All of them. Raises `InvalidRequest` that names the first that cannot be used."""
+    """The prepared images if all can be used. Raises `InvalidRequest` that names the first that cannot."""
     images: list[PreparedImage] = []
     for image, url in zip(prepared.images, urls, strict=True):
         if isinstance(image, Refusal):
@@ -63,8 +63,8 @@ def fill_placeholders(token_ids: Sequence[int], frame: Frame, images: Sequence[P
 
 
 def join_chunks(parts: Sequence[tuple[int, ...] | PreparedImage], frame: Frame) -> ImagePrompt:
-    """The parts of `prompt_chunks` one after another: token ids as they are, and images between the special tokens that
-    frame them. Raises `InvalidRequest` that names the place where one of these is missing.
+    """Concatenate the parts of `prompt_chunks`: token ids unchanged, and images, which need the special tokens of their
+    frame around them. Raises `InvalidRequest` that names the place of a missing one.
     """
     found: list[int] = []
     placed: list[PromptImage] = []

@@ -1,4 +1,4 @@
-"""The work of the image preprocessing deployment: URLs of one request to prepared images, on threads of its own."""
+"""Prepares the images of one request from their URLs, on its own threads. The deployment runs this."""
 
 import asyncio
 import threading
@@ -17,11 +17,11 @@ from serve_app.images.processor import ModelProcessor
 class Preprocessor:
     """Decodes, resizes and tiles as each model's own processor does. `close` it.
 
-    An image that was prepared lately is not prepared again: a conversation sends its images with every turn.
+    Recently prepared images come from a cache, because a conversation sends its images with every turn.
     """
 
     def __init__(self, *, threads: int, cache_bytes: int, fetcher: Fetcher | None = None) -> None:
-        """`cache_bytes`: of prepared images that are kept."""
+        """`cache_bytes`: the size of the cache of prepared images."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="image")
         self._fetcher = fetcher or Fetcher()
         self._processors: dict[tuple[str, str | None], ModelProcessor] = {}
@@ -71,7 +71,7 @@ class Preprocessor:
         return found
 
     def _processor(self, source: str, revision: str | None) -> ModelProcessor:
-        """Loaded once; meanwhile others wait."""
+        """The model's processor, loaded once; other calls wait for it."""
         with self._loading:
             found = self._processors.get((source, revision))
             if found is None:
@@ -80,7 +80,7 @@ class Preprocessor:
 
 
 class _Cache:
-    """The prepared images that were used last, within a number of bytes. Thread-safe."""
+    """A cache of the most recently used prepared images, bounded in bytes. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

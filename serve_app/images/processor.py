@@ -24,7 +24,7 @@ _PROBE_PIXELS = 64
 class ModelProcessor:
     """Turns RGB pixels into the tensors that the model takes, and the token ids that stand for them in a prompt.
 
-    Each image is processed alone, so what it becomes does not depend on the others of its request. Thread-safe.
+    Each image is processed alone, so the result does not depend on other images of the request. Thread-safe.
     """
 
     def __init__(self, source: str, revision: str | None = None) -> None:
@@ -38,12 +38,12 @@ class ModelProcessor:
         self.frame = self._frame(config)
 
     def prepare(self, image: Image.Image) -> PreparedImage:
-        """Raises `ImageRefused` for a shape that the model's processor cannot take."""
+        """Raises `ImageRefused` for a shape that the model's processor does not accept."""
         try:
             data, (text,) = self._processor._process_images([image], **self._kwargs)
         except ValueError as exc:
             raise ImageRefused(
-                f"has a shape that this model cannot take: {image.width} x {image.height} pixels"
+                f"has a shape that this model does not accept: {image.width} x {image.height} pixels"
             ) from exc
         token_ids = tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
         tensors = {name: self._tensor(value) for name, value in data.items() if name not in _NOT_FOR_THE_MODEL}

@@ -1,4 +1,6 @@
-"""What Serve's HTTP servers do to requests before anything else; named by an environment variable in config.yaml."""
+"""ASGI middleware that removes headers in Serve's HTTP servers, before any other code. An environment variable in
+config.yaml names it.
+"""
 
 import re
 from collections.abc import Iterable
@@ -16,12 +18,12 @@ _SERVES_OWN = re.compile(
     rb"x-request-timeout-seconds|x-request-disconnect-disabled|serve-multiplexed-model-id|x-session-id|x-serve-router-.*"
 )
 _REQUEST_ID = b"x-request-id"
-_SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # which of these come back is `middleware.Identify`'s to say
+_SANE_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # `middleware.Identify` decides which of these a response repeats
 
 
 class EdgeHeaders:
-    """Takes the headers from requests by which any client could steer Serve itself, and the second request id that
-    Serve adds to every response.
+    """Removes request headers by which a client could control Serve itself, and the second request id that Serve adds
+    to every response.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -48,7 +50,7 @@ def _is_for_us(name: bytes, value: bytes) -> bool:
 
 
 def _with_one_id(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Of several the first: the service's own. Serve's is appended, and may be anything."""
+    """Keep the first of several request ids, the service's own. Serve appends another one, which can have any value."""
     kept = []
     has_id = False
     for name, value in headers:

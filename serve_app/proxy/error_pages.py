@@ -1,4 +1,4 @@
-"""What the servers in front of the service answer on their own, in the service's error shape."""
+"""The errors that the proxies answer themselves, in the service's error format."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from serve_app.errors import HttpError
 
-HEADER_TIMEOUT_S = 5  # whoever sends headers needs one round trip
+HEADER_TIMEOUT_S = 5  # a client needs one round trip to send headers
 HEADER_BYTES = 16384
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -45,7 +45,7 @@ PAGES: Mapping[int, HttpError] = {
 
 
 def page_of(status: int) -> HttpError:
-    """For what Serve says in plain text."""
+    """The page for an error that Serve sends as plain text."""
     if status in PAGES:
         return PAGES[status]
     kind = _SERVER if status >= 500 else _INVALID
@@ -54,7 +54,7 @@ def page_of(status: int) -> HttpError:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Files for HAProxy: whole responses by status, and the body of one with a status that it does not know."""
+    """Files for HAProxy: whole responses by status, and the body for a status that HAProxy does not support."""
 
     files: Mapping[int, Path]
     headers_too_large: Path

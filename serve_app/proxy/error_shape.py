@@ -1,4 +1,4 @@
-"""Serve's own errors, which are plain text, in the service's error shape."""
+"""Converts Serve's own errors, which are plain text, to the service's error format."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -9,7 +9,7 @@ _REPLACED = (b"content-type", b"content-length")
 
 
 class ErrorShape:
-    """ASGI middleware. Replaces the body of an error that is plain text: none of the service's own is."""
+    """ASGI middleware. Replaces the body of an error that is plain text; the service's own errors are JSON."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Replies to HTTP/1.0 clients, which know no chunks: a body of unknown length ends with the connection."""
+"""Replies to HTTP/1.0 clients, which do not support chunks: a body of unknown length ends with the connection."""
 
 from collections.abc import Mapping
 from typing import Any

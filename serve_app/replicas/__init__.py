@@ -1,1 +1,1 @@
-"""The way from an ingress to the model replicas: routing, readiness, and the channel that tokens come over."""
+"""The path from an ingress to the model replicas: routing, readiness, and the channel that carries tokens back."""

@@ -1,4 +1,4 @@
-"""The seam to the engines: a request goes to a deployment, its tokens come back."""
+"""The interface to the engines: send a request to a deployment, receive its tokens."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
@@ -10,17 +10,20 @@ from serve_app.errors import FirstTokenTimeout, ReplicaLost
 
 
 class Replicas(Protocol):
-    """Whatever runs the engines: Ray, or this process (`in_process.py`)."""
+    """Runs the engines: in Ray (`over_ray.py`), or in this process (`in_process.py`)."""
 
     def generate(self, deployment: str, request: GenerateRequest, *, affinity: str) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one generation, the last with a finish reason. Closing it ends the generation at once.
+        """The deltas of one generation; the last one has a finish reason. Closing the iterator ends the generation at
+        once.
 
         Requests with the same `affinity` (other than "") prefer the same replica. Raises an `EngineError`, `NoReplica`
         or `ReplicaLost`.
         """
 
     async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
-        """For each deployment None if it can produce a token, else why not. Judged by progress, without waiting."""
+        """For each deployment None if it can produce a token, else the reason. Decided by its engine's progress,
+        without waiting.
+        """
 
 
 class Generation:
@@ -31,7 +34,7 @@ class Generation:
         self._rest = rest
 
     async def next(self) -> TokenDelta:
-        """Raises what `Replicas.generate` raises. Not to be called after the delta with the finish reason."""
+        """Raises what `Replicas.generate` raises. Do not call it after the delta with the finish reason."""
         try:
             return await anext(self._rest)
         except StopAsyncIteration as exc:
@@ -46,7 +49,8 @@ class Generation:
 async def open_generation(
     deltas: AsyncGenerator[TokenDelta, None], first_token_timeout_s: float
 ) -> AsyncIterator[Generation]:
-    """Wait for the first delta, so that a failure until then can still be an HTTP status; end it when left.
+    """Wait for the first delta, so that an earlier failure can still set the HTTP status. The generation ends when the
+    context does.
 
     Raises `FirstTokenTimeout` besides what `Replicas.generate` raises.
     """

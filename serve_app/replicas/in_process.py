@@ -1,5 +1,5 @@
-"""Engines in this process as `Replicas`. A replica runs its own engine so where tokens go over Serve's streams; tests,
-tools and benchmarks run a whole service.
+"""Implements `Replicas` with engines in this process. A replica uses it where tokens go over Serve's streams. Tests,
+tools and benchmarks use it to run a whole service.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ from serve_app.replicas.unread import Unread
 
 
 class _Stream:
-    """What came for one request and was not read yet."""
+    """The unread outputs of one request."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
-        """`abort` ends the generation, for a reader that does not read."""
+        """`abort` ends the generation when the reader does not read."""
         self._abort = abort
         self._unread = Unread()
         self._error: EngineError | ClientTooSlow | None = None
@@ -34,7 +34,7 @@ class _Stream:
             self._reader.set_result(None)
 
     async def get(self) -> TokenDelta:
-        """All that came since the last call. Raises the error that ended the request, or `ClientTooSlow`."""
+        """All outputs since the last call. Raises the error that ended the request, or `ClientTooSlow`."""
         while not self._unread:
             if self._error is not None:
                 raise self._error
@@ -44,7 +44,7 @@ class _Stream:
 
 
 class LocalReplicas:
-    """One started engine per deployment. Also the sink of all their outputs."""
+    """One started engine per deployment. It is also the sink of all their outputs."""
 
     def __init__(self, engines: Mapping[str, Engine], *, stalled_after_s: float = 30.0) -> None:
         """`stalled_after_s`: an engine that made no step for this long while it had work is not ready."""

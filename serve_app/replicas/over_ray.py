@@ -1,4 +1,4 @@
-"""The replicas of the models behind Ray Serve: where a request is generated, and whether it can be."""
+"""Implements `Replicas` over Ray Serve: sends requests to model replicas and reports readiness."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from serve_app.replicas.readiness import AppStatus, ReadinessWatch
 logger = logging.getLogger(__name__)
 
 ENGINE_DEPLOYMENT = "engine"
-_LOOK_S = 0.5  # how often a request that waits for a replica looks whether there is one
+_LOOK_S = 0.5  # how often a request that waits for a replica checks for one
 T = TypeVar("T")
 
 
@@ -43,7 +43,7 @@ class RayReplicas:
         no_replica_timeout_s: float,
         open_handle: Callable[[str], DeploymentHandle] = _open_handle,
     ) -> None:
-        """`open_handle`: to the engine of an application, which need not be deployed yet."""
+        """`open_handle`: opens a handle to an application's engine, which need not be deployed yet."""
         self._watch = watch
         self._open_handle = open_handle
         self._listener = listener
@@ -60,12 +60,12 @@ class RayReplicas:
 
     async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
         for deployment in deployments:
-            self._handle(deployment)  # what its router learns is what the watch knows
+            self._handle(deployment)  # the readiness watch gets its state from this handle's router
         await self._watch.look(deployments)
         return {deployment: self._watch.why_not_ready(deployment) for deployment in deployments}
 
     async def close(self) -> None:
-        """End what is still under way."""
+        """End all running calls."""
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -111,11 +111,12 @@ class RayReplicas:
             _cancel(response)
 
     async def _taken(self, app: str, taken: asyncio.Future[T]) -> None:
-        """Wait until a replica has taken the request. Raises `NoReplica` when none is up for too long. Raises
-        `ReplicaLost` when one has gone silent meanwhile, and another is ready: the silent one may have the request.
+        """Wait until a replica has accepted the request. Raises `NoReplica` when none has been running for too long.
+        Raises `ReplicaLost` when a replica stops reporting meanwhile and another is ready: the silent one may have the
+        request.
 
-        While replicas run but all are full, or while one is woken up, there is nothing to do but wait: how long is the
-        caller's business. Calls to what is not there wait for ever too, in silence.
+        While all replicas are full, or one is being started, this waits; the caller sets a time limit. A call to an
+        application that does not exist would wait without end and without an error.
         """
         silent_before = self._watch.silent(app)
         while True:
@@ -126,7 +127,7 @@ class RayReplicas:
                 return
             await self._watch.look([app])
             if self._watch.is_down(app) and not taken.done():
-                raise NoReplica(self._watch.why_not_ready(app) or "none is up")
+                raise NoReplica(self._watch.why_not_ready(app) or "no replica is running")
 
     async def _taken_soon(self, app: str, taken: asyncio.Future[T], silent_before: frozenset[str]) -> bool:
         until = time.monotonic() + self._no_replica_timeout_s
@@ -136,11 +137,11 @@ class RayReplicas:
                 return True
             has_lost_one = not self._watch.silent(app) <= silent_before
             if has_lost_one and self._watch.why_not_ready(app) is None:
-                raise ReplicaLost("The replica that was to take the request does not answer.")
+                raise ReplicaLost("The replica for this request does not answer.")
         return False
 
     def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run to the end even when the request it belongs to is gone; what Ray sends must be received."""
+        """Run to the end even when its request has ended: Ray's messages must be received."""
         task = asyncio.get_running_loop().create_task(work)
         self._calls.add(task)
         task.add_done_callback(self._ended)
@@ -149,26 +150,26 @@ class RayReplicas:
     def _ended(self, call: "asyncio.Task[Any]") -> None:
         self._calls.discard(call)
         if not call.cancelled():
-            call.exception()  # whoever waited for it has seen it
+            call.exception()  # its waiter has seen the error
 
 
 async def _follow(response: DeploymentResponse, stream: Stream) -> None:
     try:
         await response
-    except Exception as exc:  # whatever it is, it ends this request and no other
+    except Exception as exc:  # any error ends only this request
         stream.fail(translated(exc))
     else:
         stream.call_ended()
 
 
 def _cancel(response: DeploymentResponse | DeploymentResponseGenerator) -> None:
-    # Not at once: Serve misses a call that was assigned to a replica in this very turn of the loop and whose
-    # waiting task did not run since.
+    # Not at once: Serve misses a call that was assigned to a replica in this turn of the event loop and whose waiting
+    # task has not run since.
     asyncio.get_running_loop().call_soon(response.cancel)
 
 
 def translated(exc: Exception) -> Exception:
-    """What a failed Serve call means to the caller of `generate`."""
+    """Convert the error of a failed Serve call to one that `generate` may raise."""
     cause = exc.cause if isinstance(exc, RayTaskError) else exc
     if isinstance(cause, EngineError | ServingError):
         return cause
@@ -183,7 +184,7 @@ def translated(exc: Exception) -> Exception:
 
 
 def read_statuses() -> dict[str, AppStatus]:
-    """What the controller says of each application. Blocks for milliseconds."""
+    """The controller's status of each application. Blocks for milliseconds."""
     statuses = {}
     for name, app in serve.status().applications.items():
         engine = app.deployments.get(ENGINE_DEPLOYMENT)

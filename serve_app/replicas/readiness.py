@@ -1,7 +1,8 @@
-"""Which models can produce a token: from what the replicas report, and from the controller where there are none.
+"""Decides which models can produce a token, from the replicas' reports and, where there is no replica, from the
+controller.
 
-The controller is asked only when somebody wants to know of a model without replicas, and at most once a second: asking
-costs it some 80 ms of CPU. No model is ever asked, which would wake one that sleeps.
+The controller is asked only about models without replicas, and at most once a second, because each call costs it about
+80 ms of CPU. Models are never called, because a call would start one that is scaled to zero.
 """
 
 import asyncio
@@ -17,12 +18,12 @@ from serve_app.replicas.reports import ReplicaReports, ReplicaState
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-_PATIENCE_S = 0.8  # probes commonly wait for a second
+_PATIENCE_S = 0.8  # probes usually wait one second
 
 
 @dataclass(frozen=True, slots=True)
 class AppStatus:
-    """What Serve's controller says of an application and of its engine deployment, in Serve's words."""
+    """The status of an application and of its engine deployment, as Serve's controller reports it."""
 
     app: str
     engine: str
@@ -34,14 +35,15 @@ class AppStatus:
 
     @property
     def is_loading(self) -> bool:
-        """Whether replicas are being started that have not been ready yet."""
+        """Whether new replicas are being started that are not ready yet."""
         return "DEPLOYING" in self.app or self.engine == "UPDATING"
 
     @property
     def is_asleep(self) -> bool:
-        """Whether having no replica is as it should be: there are none on purpose, or one is being woken up.
+        """Whether the application has no replica by design: it is scaled to zero, or its first replica is being
+        started.
 
-        A replica that just died is running, and its deployment healthy, until the controller notices.
+        Until the controller notices, a replica that just died counts as running, and its deployment as healthy.
         """
         return self.engine == "UPSCALING" or (self.engine in ("HEALTHY", "DOWNSCALING") and not self.running)
 
@@ -49,7 +51,7 @@ class AppStatus:
 class ReadinessWatch:
     """The state of applications. `read_statuses` may block; it runs in a thread.
 
-    `interval_s` is how long an answer of the controller counts as recent, `patience_s` how long anybody waits for one.
+    `interval_s`: how long an answer of the controller counts as recent. `patience_s`: how long a caller waits for one.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class ReadinessWatch:
         self._asking: asyncio.Task[None] | None = None
 
     async def look(self, apps: Collection[str]) -> None:
-        """Make what is known of the applications without replicas recent. Returns at once where all have some, and
-        after `patience_s` when the controller does not answer: what was known then still counts.
+        """Refresh the state of the applications without replicas. Returns at once if all have replicas. Returns after
+        `patience_s` if the controller does not answer; then the old state is used.
         """
         deadline = time.monotonic() + self._patience_s
         while not self._is_recent(apps) and (left_s := deadline - time.monotonic()) > 0:
@@ -85,7 +87,7 @@ class ReadinessWatch:
                 await self._asking
 
     def why_not_ready(self, app: str) -> str | None:
-        """None if the model can produce a token now, or sleeps and would wake up for it."""
+        """None if the model can produce a token now, or is scaled to zero and would start for a request."""
         replicas = self._reports.replicas(app)
         if replicas:
             return None if any(replica.is_ready for replica in replicas) else _why_none(replicas)
@@ -98,19 +100,19 @@ class ReadinessWatch:
             return "it failed to deploy"
         if status.is_asleep:
             return None
-        return "it is still being loaded" if status.is_loading else "no replica is up"
+        return "it is still being loaded" if status.is_loading else "no replica is running"
 
     def silent(self, app: str) -> frozenset[str]:
         """The replicas whose last report is too old."""
         return self._reports.silent(app)
 
     def has_failed(self, app: str) -> bool:
-        """Whether waiting is in vain."""
+        """Whether the application has failed, so that waiting is useless."""
         status = self._status(app)
         return status is not None and status.is_failed
 
     def is_down(self, app: str) -> bool:
-        """Whether there is no replica, and none is being woken up."""
+        """Whether there is no replica, and none is being started."""
         if self._reports.replicas(app):
             return False
         status = self._status(app)
@@ -137,13 +139,13 @@ class ReadinessWatch:
         try:
             self._statuses = await asyncio.to_thread(self._read_statuses)
             self._statuses_at = asked_at
-        except Exception:  # whatever Ray raises while its controller restarts
-            logger.warning("The state of the models cannot be read.", exc_info=True)
+        except Exception:  # Ray can raise any error while its controller restarts
+            logger.warning("The controller's status of the models cannot be read.", exc_info=True)
         finally:
             self._asked_at, self._asking = asked_at, None
 
 
 def _why_none(replicas: Sequence[ReplicaState]) -> str:
-    """Of an application none of whose replicas is ready."""
+    """The reason for an application that has replicas but none that is ready."""
     silent = all(replica.is_silent for replica in replicas)
     return "its replicas do not report" if silent else "its engine makes no progress"

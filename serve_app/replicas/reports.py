@@ -1,11 +1,11 @@
-"""Which replicas run, and what each said of itself last: written by the routers of Serve's handles, read by readiness.
+"""The running replicas and the last report of each. Routers of Serve's handles write it; readiness reads it.
 
-The one process-wide value of the service. Serve builds a router itself, from a pickled copy of its class and JSON
-arguments, so nothing can be handed to it; it reaches this module by name.
+This is the only global value of the service. Serve builds a router from a pickled copy of its class and JSON arguments,
+so no object can be passed to it. The router imports this module by name instead.
 
-A report ages: a replica whose process is stopped or cut off says nothing, and its last report must not stand for ever.
-Reports reach an ingress through Serve's controller, which may be silent itself. So ages are measured on a clock of the
-controller's calls to this process (`controller_called`), and it stands still while there are none.
+A report expires: a replica whose process is stopped or unreachable sends none, and its last report must not count any
+longer. Reports reach an ingress through Serve's controller, which may stop too. So ages are measured on a clock that
+the controller's calls to this process drive (`controller_called`). The clock stops while there are no calls.
 """
 
 import math
@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 BEAT_S = 2.0
-"""How often a replica's report changes at least. Serve sends each change of one to all ingresses, so not more often."""
+"""The interval at which a replica's report changes at least. Serve sends each change to all ingresses, so it is not
+shorter.
+"""
 
-_LONGEST_GAP_S = 3.0  # between two calls of a controller that is well; more is not counted
+_LONGEST_GAP_S = 3.0  # the longest time between two calls of a healthy controller; longer gaps are not counted
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica says of itself, in Serve's routing stats.
+    """A replica's report, carried in Serve's routing stats.
 
     `is_ready`: its engine makes progress. `adapters`: digests in its device slots. `beat` changes every `BEAT_S`.
     `good_for_s`: a report that is older than this does not count.
@@ -45,7 +47,7 @@ class Report:
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> "Report":
-        """From what `fields` made, perhaps in a replica of a newer version, which may say more. Empty: `UNHEARD`."""
+        """The inverse of `fields`. A replica of a newer version may send more fields. Empty: `UNHEARD`."""
         if not fields:
             return UNHEARD
         return cls(**{name: fields[name] for name in cls.__slots__ if name in fields})  # type: ignore[arg-type]
@@ -91,7 +93,7 @@ class ReplicaReports:
         self._controller_s = 0.0
 
     def controller_called(self) -> None:
-        """Serve's controller has just called this process: it is there, and silence of a replica is the replica's."""
+        """Note a call of Serve's controller: it works, so a missing report is the replica's fault."""
         with self._changing:
             now = self._clock()
             if self._called_at > -math.inf:
@@ -99,7 +101,7 @@ class ReplicaReports:
             self._called_at = now
 
     def put(self, app: str, reports: Mapping[str, Report]) -> None:
-        """The last reports of all running replicas of an application, by replica id."""
+        """Store the last reports of all running replicas of an application, by replica id."""
         with self._changing:
             known = self._apps.get(app)
             before = known.replicas if known else {}
@@ -113,7 +115,7 @@ class ReplicaReports:
             self._apps = MappingProxyType({**self._apps, app: _App(heard, emptied_at)})
 
     def replicas(self, app: str) -> tuple[ReplicaState, ...] | None:
-        """None: nothing is known of the application (yet)."""
+        """The running replicas. None: the application is not known (yet)."""
         known = self._apps.get(app)
         if known is None:
             return None
@@ -127,7 +129,9 @@ class ReplicaReports:
         return frozenset(replica.replica_id for replica in self.replicas(app) or () if replica.is_silent)
 
     def emptied_at(self, app: str) -> float:
-        """When the application last lost its last replica, in seconds of the monotonic clock; -inf if it never did."""
+        """The time when the application last lost its last replica, in seconds of the monotonic clock; -inf if
+        never.
+        """
         known = self._apps.get(app)
         return known.emptied_at if known else -math.inf
 

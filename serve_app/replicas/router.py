@@ -1,9 +1,9 @@
-"""Which replica takes a request: the one that has its adapter and its prefix, unless that one is busier than the rest.
+"""Chooses the replica of a request: one that has its adapter and its prefix, unless that one has too much load.
 
-`choose` is the whole policy; `AffinityRouter` hands it what Serve knows. It runs in every ingress without shared
-state: rendezvous hashing makes all of them choose alike, and losing a replica moves only the keys that it had.
+`choose` is the whole policy; `AffinityRouter` calls it with Serve's data. Every ingress runs it without shared state.
+Rendezvous hashing makes all of them choose the same replica, and losing a replica moves only its own keys.
 
-Serve pickles this module by value, so it may import only packages that are installed wherever it runs.
+Serve pickles this module by value, so it may import only installed packages.
 """
 
 import hashlib
@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve_app.replicas import reports  # the module: a value of it would be copied into the pickle
+from serve_app.replicas import reports  # import the module: a value from it would be copied into the pickle
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A running replica, seen by one request. `load`: requests it has, waiting ones included; `capacity`: how many it
-    takes at most; `has_adapter`: whether the request's adapter is in its device slots; `is_ready`: whether it makes
-    progress, and reports that it does.
+    """A running replica, for one request. `load`: its requests, including waiting ones. `capacity`: its limit of
+    requests. `has_adapter`: the request's adapter is in its device slots. `is_ready`: it reports progress.
     """
 
     replica_id: str
@@ -32,8 +31,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request would like: the replica that saw its `affinity` before (prompt cache key, conversation …; "" for
-    none) with its `adapter` (digest; "" for the base model). `request_id` breaks ties.
+    """The preference of a request: the replica that ran its `affinity` before, with its `adapter`. `affinity`: prompt
+    cache key or conversation; "" for none. `adapter`: its digest; "" for the base model. `request_id` breaks ties.
     """
 
     affinity: str
@@ -43,7 +42,9 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a key stays on its replica: until that has `least` requests and `factor` times the average load."""
+    """The limit up to which a key stays on its replica: it moves when the replica has `least` requests and `factor`
+    times the average load.
+    """
 
     factor: float = 1.5
     least: int = 4
@@ -51,7 +52,8 @@ class Patience:
 
 def choose(candidates: Sequence[Candidate], wish: Wish, patience: Patience) -> list[Candidate]:
     """All candidates, best first: free ones that hold the adapter, other free ones, busy ones, and last those that are
-    not ready. Among equals the key's own order decides; without a key, and among the busy, the least loaded.
+    not ready. Equal candidates are sorted by the key's hash order. Without a key, and for busy ones, the lower load
+    comes first.
     """
     if not candidates:
         return []
@@ -73,7 +75,7 @@ def _score(key: str, candidate: Candidate) -> bytes:
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
-    """`choose` as a Serve request router; what a replica says of itself is in its routing stats (`replica.py`)."""
+    """`choose` as a Serve request router. A replica's report is in its routing stats (`serve_app/replica.py`)."""
 
     def initialize_state(self, capacity: int, load_factor: float, load_floor: int) -> None:
         self._capacity = capacity
@@ -92,7 +94,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # else Serve's retry loop spins while all are full
+        pending_request.routing_context.should_backoff = (
+            True  # otherwise Serve's retry loop uses CPU while all are full
+        )
         metadata = pending_request.metadata
         wish = Wish(metadata.session_id, metadata.multiplexed_model_id, metadata.internal_request_id)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}

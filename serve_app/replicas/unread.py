@@ -1,4 +1,4 @@
-"""What came of one generation and was not read yet: bounded, since a client may read slowly or not at all."""
+"""The unread deltas of one generation. Bounded, because a client may read slowly or not at all."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ MAX_WEIGHT = 200_000  # tokens and log-probabilities
 
 
 class Unread:
-    """Deltas in the order in which they came."""
+    """Deltas in order of arrival."""
 
     def __init__(self) -> None:
         self._deltas: deque[TokenDelta] = deque()
@@ -20,17 +20,17 @@ class Unread:
         return bool(self._deltas)
 
     def add(self, delta: TokenDelta) -> ClientTooSlow | None:
-        """The error that ends the generation when so much waits that nobody can be reading. The last delta is taken in
-        any case: nothing comes after it.
+        """Add a delta. Returns the error that ends the generation if too much is unread. The last delta is always
+        accepted, because nothing follows it.
         """
         self._deltas.append(delta)
         self._weight += _weight(delta)
         if self._weight > MAX_WEIGHT and delta.finish_reason is None:
-            return ClientTooSlow(f"The client reads too slowly: {len(self._deltas)} deltas wait to be read.")
+            return ClientTooSlow(f"The client reads too slowly: {len(self._deltas)} deltas are unread.")
         return None
 
     def take(self) -> TokenDelta:
-        """All of them as one; there must be some."""
+        """Remove all deltas and return them as one; there must be at least one."""
         delta = merge(self._deltas)
         self._deltas.clear()
         self._weight = 0

@@ -39,7 +39,7 @@ def test_the_tools_of_the_developers_are_not_there(python: Path, tool: str) -> N
 
 def test_the_terminal_commands_work(python: Path) -> None:
     done = run(python, "-m", "serve_app", "check")
-    assert "is in order" in done.stdout, done.stderr
+    assert "is valid" in done.stdout, done.stderr
 
 
 def test_the_example_finds_what_it_imports(python: Path) -> None:

@@ -122,7 +122,7 @@ def test_two_signals_end_it_at_once(config, tmp_path):
         asked_at = time.monotonic()
         status, printed = up.end(signal.SIGTERM)
     assert status == 0
-    assert "Ending at once." in printed
+    assert "Stopping at once." in printed
     assert time.monotonic() - asked_at < 15
     assert up.left_over() == []
 
@@ -149,7 +149,7 @@ def test_two_run_side_by_side_and_a_dead_raylet_ends_its_own(config, tmp_path):
         status, printed = one.end(signal.SIGCONT)
         assert time.monotonic() - killed_at < 10
         assert status == 1
-        assert printed.count("Ray's raylet has ended by itself, and the service cannot go on without it.") == 1
+        assert printed.count("Ray's raylet has ended unexpectedly; the service cannot continue without it.") == 1
         assert one.left_over() == []
         assert httpx.get(f"http://127.0.0.1:{ports[1]}/readyz").status_code == 200
 

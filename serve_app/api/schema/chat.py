@@ -69,7 +69,7 @@ def _part(part: object, suffix: str) -> ContentPart:
 
 
 def _arguments(value: object) -> str:
-    """Whether it is the text of a JSON object is found out where it is parsed, once: by the renderer."""
+    """The arguments of a call as text. The renderer parses them, and checks there that they are a JSON object."""
     if not isinstance(value, str):
         raise Complaint("must be a string that holds a JSON object", value)
     return value or "{}"  # several clients send it for a call without arguments
@@ -78,9 +78,7 @@ def _arguments(value: object) -> str:
 def _effort(value: object) -> Effort | None:
     if value is None or isinstance(value, str | bool):
         return value
-    if (
-        isinstance(value, int | float) and abs(value) <= EFFORT_MAX
-    ):  # which values a model takes is the renderer's to say
+    if isinstance(value, int | float) and abs(value) <= EFFORT_MAX:  # the renderer decides which values a model accepts
         return value
     raise Complaint("must be a string, a number or a boolean", value)
 
@@ -135,7 +133,7 @@ class MessageBody(Section):
 
 
 class _Role(BaseModel):
-    """What one role may write: the OpenAPI description is made from these. `validate.py` judges, by the same rules."""
+    """The fields of one role, for the OpenAPI description. `api/validate.py` enforces the same rules."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -162,7 +160,7 @@ class ToolMessage(_Role):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said, or is to have said."""
+    """A message of the model, or one that the caller wrote in its place."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -195,12 +193,12 @@ class ToolBody(Section):
 
     @property
     def declared(self) -> Mapping[str, Any]:
-        """The tool as the caller wrote it: this is what templates render."""
+        """The tool as the caller declared it; templates render this."""
         return self._declared
 
     @property
     def num_characters(self) -> int:
-        """Of the declaration as JSON."""
+        """The length of the declaration as JSON."""
         return self._num_characters
 
     @model_validator(mode="wrap")
@@ -218,7 +216,7 @@ class ToolBody(Section):
 
 
 class ChatBody(SamplingFields):
-    """POST /chat/completions. `max_completion_tokens` wins over `max_tokens`."""
+    """POST /chat/completions. `max_completion_tokens` overrides `max_tokens`."""
 
     messages: Annotated[
         list[MessageBody],

@@ -13,14 +13,14 @@ from serve_app.explain import Complaint
 
 @dataclass(frozen=True, slots=True)
 class TokensChunk:
-    """Prompt tokens as they are."""
+    """Prompt tokens."""
 
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageChunk:
-    """An image, as the URL that the caller gave."""
+    """An image, by the caller's URL."""
 
     url: str
 
@@ -84,7 +84,7 @@ def _prompt_chunk(chunk: object, index: int) -> PromptChunk:
 
 
 def image_url(part: dict[str, object], suffix: str) -> str:
-    """The URL of an `image_url` part, which stands in an object or, with some clients, alone."""
+    """The URL of an `image_url` part: in an object or, from some clients, a plain string."""
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, dict) else image
     if not isinstance(url, str) or not url:

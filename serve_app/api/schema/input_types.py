@@ -1,4 +1,4 @@
-"""What callers may write where a validator of ours decides, as types: the OpenAPI description is made from them."""
+"""Types for the OpenAPI description of fields that our own validators check."""
 
 from typing import Annotated, Literal
 
@@ -49,7 +49,7 @@ class ImageUrl(_Written):
 
 
 class ImagePart(_Written):
-    """An image, for models that see."""
+    """An image, for vision models."""
 
     type: Literal["image_url"]
     image_url: ImageUrl | _Text
@@ -61,7 +61,7 @@ class TextPart(_Written):
 
 
 class TokensPart(_Written):
-    """Prompt tokens as they are."""
+    """Prompt tokens."""
 
     type: Literal["tokens"]
     tokens: TokenIds

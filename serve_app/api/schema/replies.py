@@ -1,5 +1,5 @@
-"""Response bodies. Those of the generating endpoints are written out by `chunks.py`, piece by piece; what the pieces
-amount to stands here, and is what the OpenAPI description says.
+"""Response bodies, for the OpenAPI description. `api/chunks.py` writes those of the generating endpoints piece by
+piece; these types describe the result.
 """
 
 from typing import Annotated, Literal, NotRequired
@@ -40,7 +40,7 @@ class ToolCallDelta(ToolCallReply):
 
 
 class ChatMessage(TypedDict):
-    """Every field is there, null when empty."""
+    """Every field is present, null when empty."""
 
     role: Literal["assistant"]
     content: str | None
@@ -58,9 +58,9 @@ class _ModelHead(TypedDict):
 
 
 class CheckpointReply(_ModelHead):
-    """A checkpoint in GET /models. `created`: when it changed last, 0 where its store does not tell. `base_model`: the
-    served model that it was trained on, null when it does not say. `error`: why it cannot be sampled, null as long as
-    nothing is known: listing looks at the first bytes of local files only.
+    """A checkpoint in GET /models. `created`: time of the last change, 0 where the store gives none. `base_model`: the
+    served model that it was trained on, null when the checkpoint does not name it. `error`: why it cannot be sampled,
+    null if no reason is known. A listing reads only the first bytes of local files.
     """
 
     base_model: str | None
@@ -96,7 +96,7 @@ class ChatLogprobs(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """One item per token in each list. Of the first token of an echoed prompt there is no log-probability."""
+    """One item per token in each list. The first token of an echoed prompt has no log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -105,7 +105,7 @@ class TextLogprobs(TypedDict):
 
 
 class _Choice(TypedDict):
-    """The ids are there with `return_token_ids`; those of the prompt in the first chunk only."""
+    """The ids are present with `return_token_ids`; those of the prompt only in the first chunk."""
 
     index: Literal[0]
     token_ids: NotRequired[list[int]]
@@ -131,7 +131,7 @@ class ChatChoice(_Choice):
 
 
 class ChatDelta(TypedDict):
-    """What is new. The role is in the first chunk; a tool call comes whole."""
+    """The new part of the message. The first chunk has the role; a tool call comes complete."""
 
     role: NotRequired[Literal["assistant"]]
     content: str | None
@@ -154,7 +154,7 @@ class _Whole(TypedDict):
 
 class _Chunk(TypedDict):
     """All chunks of a stream share id, created and model. With `include_usage` one more chunk, without a choice, has
-    the usage, and it is null in the others.
+    the usage; it is null in the others.
     """
 
     id: str
@@ -184,7 +184,7 @@ class ChatCompletionChunk(_Chunk):
 
 
 class StatusReply(TypedDict):
-    """`config_errors`: the parts of the last configuration that were refused, such as `models[1]`; the log says why."""
+    """`config_errors`: the refused parts of the last configuration, such as `models[1]`; the log has the reasons."""
 
     status: Literal["ok", "ready"]
     config_errors: NotRequired[list[str]]
@@ -195,7 +195,7 @@ class VersionReply(TypedDict):
 
 
 class ErrorDetail(TypedDict):
-    """`param` is the path of the request field at fault; `code` says more than the status."""
+    """`param` is the path of the invalid request field; `code` is more specific than the status."""
 
     message: str
     type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]

@@ -32,7 +32,7 @@ class Stops:
 
 
 def parse_body(kind: type[_Body], raw: Mapping[str, object]) -> _Body:
-    """Raises `InvalidRequest` with the first thing that is wrong."""
+    """Raises `InvalidRequest` with the first error."""
     try:
         return kind.model_validate(raw)
     except ValidationError as exc:
@@ -55,7 +55,7 @@ def _stops(value: object) -> Stops | None:
 
 
 def token_ids(value: list[Any], suffix: str) -> tuple[int, ...]:
-    """A list of token ids that is not empty. Whether they are in the vocabulary is not known here."""
+    """A list of token ids that is not empty. The vocabulary is checked later."""
     if not value:
         raise Complaint("must not be empty", value, suffix)
     if set(map(type, value)) != {int}:  # also true and false, which are numbers in Python
@@ -112,5 +112,5 @@ class SamplingFields(Section):
 
     @classmethod
     def names(cls) -> Known:
-        """Of the fields that are read, at every level."""
+        """The names of the fields that are read, at every level."""
         return known(cls.model_fields, stream_options=known(StreamOptions.model_fields))

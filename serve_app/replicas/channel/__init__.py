@@ -1,1 +1,1 @@
-"""The channel that tokens come over: one TCP connection from each replica to each ingress."""
+"""The side channel for tokens: one TCP connection from each replica to each ingress."""

@@ -1,4 +1,4 @@
-"""Frames of the side channel: what an engine step produced, as bytes and back.
+"""Frames of the side channel: encodes and decodes the outputs of an engine step.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack. A replica sends lists of entries, one per
 stream that the step touched, with trailing defaults left out:
@@ -7,7 +7,7 @@ stream that the step touched, with trailing defaults left out:
     [stream, [token id…], finish, cached, [logprob…], [prompt logprob…]]   a `TokenDelta`
     [stream, "QueueFull", [argument…]]                                 an `EngineError`, by the name of its class
 
-An ingress sends `[stream…]`: streams that nobody reads any more.
+An ingress sends `[stream…]`: streams that are no longer read.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ MAX_FRAME_BYTES = 64 << 20
 MAX_HELLO_BYTES = 1024
 
 Event = TokenDelta | errors.EngineError | None
-"""What happened to a stream; None: the replica has taken the request."""
+"""An event of a stream; None: the replica has accepted the request."""
 
 _LENGTH = struct.Struct("<I")
 _STREAM_AND_TOKENS = 2  # the fields of a delta's entry that are always there
 
-# Errors cross by name, and only these: a frame can never choose what is constructed.
+# Errors are sent by name, and only these names are allowed: a frame cannot choose any other class.
 _ERRORS: dict[str, type[errors.EngineError]] = {
     error.__name__: error
     for error in (
@@ -47,7 +47,7 @@ _ERRORS: dict[str, type[errors.EngineError]] = {
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame of this protocol, or a frame over the limit."""
+    """The bytes are not a frame of this protocol, or the frame is over the limit."""
 
 
 def encode_event(stream_id: int, event: Event) -> bytes:

@@ -1,4 +1,4 @@
-"""The replica's end of the side channel (`channel.py`): one connection per ingress, one frame per engine step."""
+"""The replica's end of the side channel (`listener.py`): one connection per ingress, one frame per engine step."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
-    """What a replica sends and holds for one ingress."""
+    """Limits on what a replica sends and buffers for one ingress."""
 
     max_entry_bytes: int = MAX_FRAME_BYTES // 2  # so that a frame may always be filled up to there and take one more
     max_unsent_bytes: int = 2 * MAX_FRAME_BYTES  # for an ingress that does not read
@@ -37,7 +37,7 @@ LINK_LIMITS = LinkLimits()
 class Link:
     """The replica's end of one connection: takes a step's outputs and writes them as one frame.
 
-    A lost link ends all its streams: what `attach` returned is done, whoever waits for it aborts the request.
+    A lost link ends all its streams: the futures of `attach` complete, and their waiters abort the requests.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: LinkLimits) -> None:
@@ -56,8 +56,8 @@ class Link:
         return len(self._streams)
 
     def attach(self, request_id: str, stream_id: int) -> asyncio.Future[None]:
-        """Tell the ingress that this replica has the request. The future is done when nothing more can be sent for it:
-        its last output went out, nobody reads it any more, or the link is lost.
+        """Tell the ingress that this replica has the request. The future completes when nothing more can be sent: the
+        last output was sent, the stream is no longer read, or the link is lost.
         """
         over = asyncio.get_running_loop().create_future()
         self._streams[request_id] = (stream_id, over)
@@ -68,7 +68,7 @@ class Link:
         return over
 
     def attached(self, stream_id: int) -> asyncio.Future[None] | None:
-        """What `attach` returned for the stream, None if no request is attached to it."""
+        """The future of `attach` for the stream; None if no request is attached to it."""
         request_id = self._request_ids.get(stream_id)
         return None if request_id is None else self._streams[request_id][1]
 
@@ -89,7 +89,7 @@ class Link:
             is_last = not isinstance(event, TokenDelta) or event.finish_reason is not None
             if len(entry) > self._limits.max_entry_bytes:
                 limit = self._limits.max_entry_bytes
-                what = f"The log-probabilities take {len(entry)} bytes, at most {limit} can be sent."
+                what = f"The log-probabilities of one step take {len(entry)} bytes, at most {limit} can be sent."
                 entry, is_last = encode_event(stream_id, RequestRefused("logprobs", what)), True
             entries.append(entry)
             if is_last and not over.done():
@@ -97,7 +97,7 @@ class Link:
         self._write(entries)
 
     async def close(self) -> None:
-        """Send what is still to be sent and drop the connection."""
+        """Send the remaining outputs and close the connection."""
         self._writer.close()
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
@@ -119,7 +119,7 @@ class Link:
         self._writer.write(encode_frame(entries))
         unsent = self._writer.transport.get_write_buffer_size()
         if unsent > self._limits.max_unsent_bytes:
-            logger.error("side channel: an ingress does not read, %d bytes wait; its streams end", unsent)
+            logger.error("side channel: an ingress does not read; %d bytes are unsent, its streams end", unsent)
             self._writer.transport.abort()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -130,7 +130,7 @@ class Link:
                     if request_id is not None:
                         self._end(request_id)
         except BROKEN as exc:
-            logger.info("side channel: an ingress is gone: %s", exc or type(exc).__name__)
+            logger.info("side channel: the connection to an ingress was lost: %s", exc or type(exc).__name__)
         finally:
             self._writer.close()
             for request_id in self._streams:
@@ -154,7 +154,7 @@ class Links:
         return sum(task.result().open_streams for task in self._links.values() if _is_link(task))
 
     async def to(self, endpoint: Endpoint) -> Link:
-        """A working link. Raises `ReplicaLost` when the ingress cannot be reached."""
+        """A connected link. Raises `ReplicaLost` when the ingress cannot be reached."""
         self._drop_lost()
         task = self._links.get(endpoint)
         if task is None:
@@ -194,8 +194,8 @@ async def _connect(endpoint: Endpoint, limits: LinkLimits) -> Link:
 async def run_request(engine: Engine, request: GenerateRequest, link: Link, stream_id: int) -> None:
     """Generate for one stream of an ingress; returns when nothing more is to be sent. Cancel it to stop generating.
 
-    The request's id must be the replica's own: what clients call their requests need not be unique. A stream that this
-    replica generates for already is generated once: Serve makes a call again when it lost sight of it.
+    The replica assigns the request's id, because ids from clients may repeat. If this replica already generates for the
+    stream, it does not generate twice: Serve may repeat a call whose state it lost.
     """
     before = link.attached(stream_id)
     if before is not None:

@@ -1,13 +1,14 @@
-"""The side channel: tokens of all streams of an engine step in one frame, from a replica straight to an ingress.
+"""The side channel: one frame carries the tokens of all streams of an engine step from a replica directly to an
+ingress.
 
-Serve's own streaming costs one message per token and stream. Here the ingress listens on a TCP port and passes
-`Endpoint` and a stream id with a unary Serve call, which stays open for the life of the request: queue lengths,
-autoscaling, cancellation and the detection of dead replicas remain Serve's. The replica keeps one connection per
+Serve's own streaming costs one message per token and stream. Here the ingress listens on a TCP port, and passes
+`Endpoint` and a stream id in a unary Serve call. The call stays open as long as the request runs. So Serve still does
+queue lengths, autoscaling, cancellation and the detection of dead replicas. The replica keeps one connection per
 ingress.
 
     ingress: Listener.open() -> Stream.receive()      <- frames -      replica: Links.to(endpoint) -> Link.deliver()
 
-This file is the ingress's end; `link.py` is the replica's.
+This file is the ingress's end; `link.py` is the replica's end.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
 LAST_FRAME_TIMEOUT_S = 5.0
-MAX_STRANGERS = 256  # connections that have not said hello yet
+MAX_STRANGERS = 256  # connections that have not sent their hello yet
 _BIG_FRAME_BYTES = 128 << 10  # decoding more than this takes milliseconds: off the event loop
 
 BROKEN = (asyncio.IncompleteReadError, ConnectionError, FrameError, TimeoutError, OSError)
@@ -47,7 +48,7 @@ BROKEN = (asyncio.IncompleteReadError, ConnectionError, FrameError, TimeoutError
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where an ingress listens. Whoever holds the token may write to its streams."""
+    """The address on which an ingress listens. The holder of the token may write to its streams."""
 
     host: str
     port: int
@@ -55,7 +56,7 @@ class Endpoint:
 
 
 class Stream:
-    """The ingress's end of one request. Used by one task; `close` it in every case."""
+    """The ingress's end of one request. Used by one task; always `close` it."""
 
     def __init__(self, listener: "Listener", stream_id: int) -> None:
         self.stream_id = stream_id
@@ -70,19 +71,19 @@ class Stream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all that will ever come has come."""
+        """Whether no more deltas will come."""
         return self._finished or self._error is not None
 
     async def accepted(self) -> None:
-        """Wait until a replica has the request, or it has failed: `receive` tells which."""
+        """Wait until a replica has the request, or it has failed; `receive` shows which."""
         while not (self._accepted or self.is_finished):
             await self._wait()
 
     async def receive(self) -> TokenDelta:
-        """All that came since the last call, at least one token.
+        """All tokens since the last call, at least one.
 
-        Raises the `EngineError` that ended the request, `ReplicaLost`, or `ClientTooSlow` when so much waits that
-        nobody can be reading. Not to be called again after the last delta.
+        Raises the `EngineError` that ended the request, `ReplicaLost`, or `ClientTooSlow` when too much is unread. Do
+        not call it again after the last delta.
         """
         while not self._unread:
             if self._error is not None:
@@ -91,20 +92,20 @@ class Stream:
         return self._unread.take()
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, unless it has ended already. What came before can still be read."""
+        """End the stream with an error, unless it has ended already. Earlier deltas can still be read."""
         if not self.is_finished:
             self._error = error
             self._changed.set()
 
     def call_ended(self) -> None:
-        """The Serve call is over: its last frame is on the way, or it was lost with its connection. It may also be the
-        call of a replica whose tokens are not taken; then those of the other go on.
+        """The Serve call has returned: its last frame will arrive soon, or was lost with its connection. If it was the
+        call of a replica whose tokens are ignored, the other replica's stream continues.
         """
         if not self.is_finished:
             self._expect_next()
 
     def _expect_next(self) -> None:
-        """From now on the next frame must come soon."""
+        """Require the next frame within a short time from now."""
         if self._last_frame_timeout is not None:
             self._last_frame_timeout.cancel()
         lost = ReplicaLost("The replica's last tokens did not arrive.")
@@ -112,14 +113,14 @@ class Stream:
         self._last_frame_timeout = loop.call_later(self._listener.last_frame_timeout_s, self.fail, lost)
 
     def close(self) -> None:
-        """Forget the stream; the replica is told if it still generates. Idempotent."""
+        """Close the stream; tell the replica if it still generates. Idempotent."""
         if self._last_frame_timeout is not None:
             self._last_frame_timeout.cancel()
         self._listener._forget(self, self._connection)
 
     def _is_from(self, connection: asyncio.StreamWriter) -> bool:
-        """Whether it is this connection that the stream takes tokens from: that of the first replica to accept it. When
-        Serve loses sight of a call it makes it again, and two replicas may generate for one stream.
+        """Whether the stream takes its tokens from this connection, that of the first replica that accepted it. Serve
+        may repeat a call whose state it lost, and then two replicas may generate for one stream.
         """
         if self._connection is None:
             self._connection = connection
@@ -148,7 +149,7 @@ class Stream:
 class Listener:
     """The ingress's end of the channel: one port, all replicas of all models.
 
-    `last_frame_timeout_s` is how long a stream waits for its last frame once its Serve call is over.
+    `last_frame_timeout_s`: how long a stream waits for its last frame after its Serve call has returned.
     """
 
     def __init__(self, *, last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S) -> None:
@@ -216,7 +217,7 @@ class Listener:
             if exc.partial:
                 logger.warning("side channel: the connection from %s ended inside a frame", peer)
         except BROKEN as exc:
-            logger.warning("side channel: the connection from %s is dropped: %s", peer, exc or type(exc).__name__)
+            logger.warning("side channel: closing the connection from %s: %s", peer, exc or type(exc).__name__)
         finally:
             writer.transport.abort()
             for stream_id in streams:
@@ -244,7 +245,7 @@ class Listener:
             if stream.is_finished:
                 streams.discard(stream_id)
         if unwanted:
-            # Serve's cancellation can miss a call that is being assigned at that moment; this one cannot.
+            # Serve's cancellation can miss a call while it is being assigned; this message cannot.
             connection.write(encode_stream_ids(unwanted))
 
     def _forget(self, stream: Stream, connection: asyncio.StreamWriter | None) -> None:
@@ -255,8 +256,9 @@ class Listener:
 
 
 class Strangers:
-    """Connections that have not said hello yet, at most `limit`: one more costs the oldest of the address that has most
-    its own. So those that never say hello keep nobody out, and a flood from elsewhere costs a replica nothing.
+    """Connections that have not sent their hello yet, at most `limit`. One more closes the oldest connection of the
+    address that has the most. So silent connections cannot block others, and a flood from one address does not affect
+    replicas at other addresses.
     """
 
     def __init__(self, limit: int) -> None:
@@ -268,7 +270,7 @@ class Strangers:
 
     @contextmanager
     def holding(self, writer: asyncio.StreamWriter) -> Iterator[None]:
-        """While the connection is a stranger."""
+        """Counts the connection as a stranger for as long as the context lasts."""
         if len(self) >= self._limit:
             most = max(self._by_address.values(), key=len)
             oldest = next(iter(most))
@@ -294,11 +296,11 @@ def _address(writer: asyncio.StreamWriter) -> str:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Notice within half a minute that the other machine has vanished without a word."""
+    """Detect within 30 s that the other machine no longer answers."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform != "linux":
-        return  # the finer options have other names elsewhere; only Linux runs on several machines
+        return  # these options have other names on other systems; only Linux runs clusters of several machines
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)

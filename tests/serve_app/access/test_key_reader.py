@@ -46,7 +46,7 @@ def test_of_two_equal_keys_the_first_is_taken() -> None:
 
 
 def test_without_a_key_it_is_said_that_nobody_can_call() -> None:
-    assert read() == (0, ["keys must not be empty: nobody could call the service."])
+    assert read() == (0, ["keys must not be empty: without a key every request is refused."])
 
 
 def test_a_key_may_be_read_from_a_variable_that_only_the_ingress_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ def test_all_keys_together_hold_so_many_bytes_and_the_next_is_told_to_come_again
             eventually(lambda: edge.service.limiter.num_bytes == 9000)
             response = edge.complete("x" * 2000, key=OTHER_KEY)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-        message = "The service holds as many bytes of requests as it may; try again."
+        message = "The service is at its limit of request bytes; try again."
         assert response.json() == error(message, "server_error", code="overloaded")
         eventually(lambda: edge.service.limiter.num_bytes == 0)
         assert edge.complete("x" * 2000, key=OTHER_KEY, max_tokens=1).status_code == 200
@@ -238,7 +238,7 @@ def test_an_ingress_with_all_it_may_have_under_way_refuses_the_next_at_once_and_
         running = [clients.submit(edge.complete, max_tokens=100) for _ in range(2)]
         eventually(lambda: edge.service.capacity.num_running == 2)
         refused = edge.complete(max_tokens=1, stream=True)
-        message = "The service has as many requests under way as it may; try again."
+        message = "The service is at its limit of requests; try again."
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json() == error(message, "server_error", code="overloaded")
         assert edge.post("/completions", key="wrong").status_code == 401

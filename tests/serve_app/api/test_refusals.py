@@ -115,7 +115,7 @@ def test_a_checkpoint_on_another_base_than_its_own_is_400(edge: RunningEdge) -> 
 def test_a_checkpoint_that_does_not_tell_its_base_needs_one_named(edge: RunningEdge) -> None:
     edge.checkpoints.held[PATH] = StoredCheckpoint("d1", base_model=None)
     assert refused(edge.complete(model=PATH)) == (
-        f"The checkpoint {PATH} does not tell its base: use '<base>;{PATH}'.",
+        f"The checkpoint {PATH} does not name its base model: use '<base>;{PATH}'.",
         "model",
     )
     assert edge.complete(model=f"{BASE};{PATH}", max_tokens=1).status_code == 200

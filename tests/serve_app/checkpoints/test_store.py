@@ -230,9 +230,9 @@ def test_what_looks_wrong_is_incomplete_while_it_is_young_and_refused_later(root
 
 
 ABOUT = {
-    "owner": ({"owner": 3}, "owner must be a text of 1 to 1024 characters, not 3"),
-    "no owner": ({"owner": ""}, "owner must be a text of 1 to 1024 characters, not ''"),
-    "base": ({"base_model": ["x"]}, r"base_model must be a text of 1 to 1024 characters, not \['x'\]"),
+    "owner": ({"owner": 3}, "owner must be a string of 1 to 1024 characters, not 3"),
+    "no owner": ({"owner": ""}, "owner must be a string of 1 to 1024 characters, not ''"),
+    "base": ({"base_model": ["x"]}, r"base_model must be a string of 1 to 1024 characters, not \['x'\]"),
     "public": ({"public": "yes"}, "public must be true or false, not 'yes'"),
     "date": ({"expires_at": "tomorrow"}, "expires_at must be a date with a time zone .* not 'tomorrow'"),
     "naive date": ({"expires_at": "2031-01-01T00:00:00"}, "expires_at must be a date with a time zone"),

@@ -69,7 +69,7 @@ def complaints(files: Files, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_what_can_be_started_is_in_order(files, capsys):
     assert files.check() == 0
-    assert capsys.readouterr().out == f"{files.path} is in order: {MODEL}.\n"
+    assert capsys.readouterr().out == f"{files.path} is valid: {MODEL}.\n"
 
 
 def test_a_key_that_serve_would_ignore_is_found(files, capsys):
@@ -132,7 +132,7 @@ def test_a_store_of_checkpoints_that_cannot_be_opened_is_found(files, capsys):
 
 def test_no_keys_are_found(files, capsys):
     files.user_config["keys"] = []
-    assert complaints(files, capsys) == ["keys must not be empty: nobody could call the service."]
+    assert complaints(files, capsys) == ["keys must not be empty: without a key every request is refused."]
 
 
 def test_keys_that_cannot_be_read_are_found_all_at_once(files, capsys, monkeypatch):

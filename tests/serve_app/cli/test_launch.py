@@ -115,7 +115,7 @@ def test_it_says_its_stages_and_how_to_change_and_watch_what_runs(start: Starter
     assert f"  to change it: {command.replace('.venv/bin/python', sys.executable)}" in up.printed.replace(
         " .venv/bin/python", f" {sys.executable}"
     )
-    assert f"  dashboard: {DASHBOARD} (it asks for the token in {token})\n" in up.printed
+    assert f"  dashboard: {DASHBOARD} (the token is in {token})\n" in up.printed
     assert f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} " in up.printed
 
 
@@ -140,7 +140,7 @@ def test_a_dead_daemon_ends_it_with_one_sentence(start: Starter, daemon: str, na
     assert time.monotonic() - killed_at < 10
     assert status == 1
     reason = (
-        f"LaunchFailed: Ray's {name} has ended by itself, and the service cannot go on without it. Ray's logs are in "
+        f"LaunchFailed: Ray's {name} has ended unexpectedly; the service cannot continue without it. Ray's logs are in "
     )
     assert printed.splitlines()[-1] == f"{reason}{up.folder}/session_latest/logs."
 
@@ -164,7 +164,7 @@ def test_ctrl_c_ends_it_within_the_limit_that_it_states(start: Starter) -> None:
     asked_at = time.monotonic()
     status, printed = up.end()
     assert status == 0
-    assert "Ending: requests under way are finished first, within 2 s. Once more to end at once.\n" in printed
+    assert "Stopping after running requests have finished, within 2 s. Press Ctrl-C again to stop at once.\n" in printed
     assert "Not everything ended within 2 s. Ending the rest at once.\n" in printed
     assert time.monotonic() - asked_at < 2 + 10
 

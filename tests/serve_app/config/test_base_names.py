@@ -110,4 +110,6 @@ def test_the_model_that_claims_anothers_name_stays_as_it_was() -> None:
 
 
 def test_a_path_that_starts_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert refusals(model("m", "~no-such-user/m")) == ["The path '~no-such-user/m' starts in a home that is not there."]
+    assert refusals(model("m", "~no-such-user/m")) == [
+        "The path '~no-such-user/m' starts with a home folder that does not exist."
+    ]

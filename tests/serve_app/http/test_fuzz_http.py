@@ -251,7 +251,7 @@ def test_a_websocket_is_refused_in_the_error_shape(edge: RunningEdge, path: str)
     with pytest.raises(InvalidStatus) as caught, connect(f"ws://127.0.0.1:{edge.port}{path}"):
         pass
     response = caught.value.response
-    message = "There are no WebSockets here; send requests over HTTP."
+    message = "WebSockets are not supported; send requests over HTTP."
     assert (response.status_code, json.loads(response.body or b"")) == (404, error(message, code="not_found"))
     assert len(response.headers["x-request-id"]) == 32
 

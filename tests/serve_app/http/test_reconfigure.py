@@ -136,7 +136,7 @@ def test_what_is_no_configuration_at_all_changes_nothing(edge: RunningEdge, raw:
 def test_all_keys_can_be_revoked_at_once(edge: RunningEdge) -> None:
     edge.reconfigure(keys=[])
     assert [status(edge, secret) for secret in (KEY, OTHER_KEY)] == [401, 401]
-    assert edge.service.config_error == "keys must not be empty: nobody could call the service."
+    assert edge.service.config_error == "keys must not be empty: without a key every request is refused."
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_a_model_without_template_has_no_renderer_unless_one_is_named(tmp_path: 
 def test_a_context_length_that_nobody_tells_is_refused(tmp_path: Path) -> None:
     save_model_folder(tmp_path)
     (tmp_path / "config.json").unlink()
-    assert refusal(model(tmp_path)) == f"The model 'm' needs context_length: {str(tmp_path)!r} does not tell it."
+    assert refusal(model(tmp_path)) == f"The model 'm' needs context_length: {str(tmp_path)!r} does not name one."
     assert load_model(model(tmp_path, context_length=50)).context_length == 50
 
 

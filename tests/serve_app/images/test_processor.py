@@ -71,7 +71,7 @@ def test_the_frame_is_what_the_chat_template_writes_around_an_image() -> None:
 
 
 def test_a_shape_that_the_model_cannot_take_is_refused() -> None:
-    with pytest.raises(ImageRefused, match=r"has a shape that this model cannot take: 1 x 3000 pixels"):
+    with pytest.raises(ImageRefused, match=r"has a shape that this model does not accept: 1 x 3000 pixels"):
         ModelProcessor(QWEN).prepare(noise(1, 3000))
 
 

@@ -125,7 +125,7 @@ def test_a_request_that_a_replica_may_have_got_before_it_went_silent_is_given_up
 
     handle, error = asyncio.run(ask(reports, goes_silent))
     assert isinstance(error, ReplicaLost)
-    assert str(error) == "The replica that was to take the request does not answer."
+    assert str(error) == "The replica for this request does not answer."
     assert (handle.calls, handle.cancelled) == (1, 1)
 
 
