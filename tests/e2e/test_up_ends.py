@@ -26,7 +26,7 @@ def test_a_port_in_use_is_said_before_anything_starts(config, tmp_path):
         started = time.monotonic()
         status, printed = Up(write(config, tmp_path), "--port", str(port)).end(signal.SIGCONT)
     assert status == 2
-    assert printed.startswith(f"Port {port} on 127.0.0.1 cannot be used, something else has it")
+    assert printed.startswith(f"Port {port} on 127.0.0.1 is in use by another process")
     assert "--port" in printed
     assert time.monotonic() - started < 20
 

@@ -222,7 +222,7 @@ def test_sizes_are_checked_before_anything_is_copied(root: Path) -> None:
 
 def test_a_tar_larger_than_the_cache_is_unavailable(root: Path) -> None:
     write_tar(root, tar_bytes(files()))
-    with pytest.raises(CheckpointUnavailable, match="no room"):
+    with pytest.raises(CheckpointUnavailable, match="the checkpoint cache is full"):
         resolve(root, cache_bytes=len(weights()))
 
 

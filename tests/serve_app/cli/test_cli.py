@@ -37,7 +37,7 @@ def config(tmp_path: Path, model_folders: dict[str, str]) -> str:
 def test_a_new_key_is_let_in_by_the_lines_that_come_with_it(capsys):
     assert main(["keys", "new", "alice"]) == 0
     printed = capsys.readouterr().out
-    key = printed.split("this once: ")[1].split()[0]
+    key = printed.split("only once: ")[1].split()[0]
     assert yaml.safe_load(printed.partition("config.yaml:\n")[2]) == [{"name": "alice", "sha256": hash_key(key).hex()}]
 
 

@@ -34,7 +34,7 @@ def test_while_it_is_claimed_it_holds_a_token_that_only_its_owner_reads(folder: 
 def test_a_second_claim_is_refused_and_harms_nothing(folder: RunFolder) -> None:
     with folder.claimed():
         with pytest.raises(
-            ConfigRefused, match=r"^A service of yours has port 8000 already: end it, or choose another"
+            ConfigRefused, match=r"^Your service on port 8000 already runs: stop it, or choose another"
         ):
             folder.claimed().__enter__()
         assert folder.token.exists()
@@ -50,7 +50,7 @@ def test_a_folder_that_others_may_enter_is_closed_to_them(folder: RunFolder) -> 
 def test_a_link_where_the_folder_should_be_is_refused(folder: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     folder.path.parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigRefused, match="is not a folder of yours: remove it, or set TMPDIR to another place"):
+    with pytest.raises(ConfigRefused, match="is not owned by you: remove it, or set TMPDIR to another folder"):
         folder.claimed().__enter__()
     assert os.listdir(tmp_path / "elsewhere") == []
 

@@ -79,7 +79,7 @@ def test_a_mistake_in_the_catalogue_is_found(load, raw):
 def test_a_model_of_the_catalogue_must_have_an_application(load, raw):
     raw["applications"][1]["name"] = "other"
     (sentence,) = refusal(load, raw)
-    assert "is to run in the application 'smollm2-135m', which is not one of this file." in sentence
+    assert "names the application 'smollm2-135m', which is not in this file." in sentence
 
 
 @pytest.mark.parametrize(

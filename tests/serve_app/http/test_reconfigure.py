@@ -71,7 +71,7 @@ def test_a_key_is_revoked_and_another_let_in_beside_a_bad_model(
     assert served(edge) == [CHAT, PLAIN, BASE]
     assert edge.service.config_error == sentence
     assert edge.recorder.config_errors[-1] == [sentence]
-    assert f"Configuration: this was not taken over: {sentence}" in caplog.messages
+    assert f"Configuration: refused: {sentence}" in caplog.messages
     with edge.http(None) as client:
         ready = client.get("../readyz")
     assert (ready.status_code, ready.json()) == (200, {"status": "ready", "config_errors": [part]})

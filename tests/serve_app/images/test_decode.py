@@ -116,7 +116,7 @@ def test_limits_are_judged_before_anything_is_decoded() -> None:
 
 
 def test_other_formats_are_not_opened() -> None:
-    nothing = "must be a PNG, JPEG, GIF or WebP image; its bytes are none of these"
+    nothing = "must be a PNG, JPEG, GIF or WebP image; its bytes have another format"
     for format in ("BMP", "TIFF", "ICO", "PPM", "TGA", "PDF"):
         assert refusal(encoded(Image.new("RGB", (8, 8), RED), format)) == nothing
     assert refusal(b"<svg xmlns='http://www.w3.org/2000/svg'><script>1</script></svg>") == nothing

@@ -182,7 +182,7 @@ def test_bad_images_are_named_and_change_nothing(seeing: tuple[RunningEdge, str]
         at,
     )
     assert refused(parts(WHICH, good, data_url(b"GIF89a"))) == (
-        f"The image at {at} must be a PNG, JPEG, GIF or WebP image; its bytes are none of these.",
+        f"The image at {at} must be a PNG, JPEG, GIF or WebP image; its bytes have another format.",
         at,
     )
     assert refused(parts(WHICH, *[good] * 17)) == (

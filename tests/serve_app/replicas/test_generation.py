@@ -226,7 +226,7 @@ def test_a_reader_that_does_not_read_is_held_a_bounded_number_of_tokens(logprobs
                 while engine.stats().running:  # noqa: ASYNC110 - a reader that does something else
                     await asyncio.sleep(0)
             held = await anext(deltas)
-            with pytest.raises(ClientTooSlow, match=r"^The client reads too slowly: \d+ deltas wait to be read\.$"):
+            with pytest.raises(ClientTooSlow, match=r"^The client reads too slowly: \d+ deltas are unread\.$"):
                 await anext(deltas)
         assert replicas.open_streams == 0
         await engine.close()
