@@ -157,7 +157,7 @@ def test_ctrl_c_lets_requests_finish_and_leaves_nothing(running):
     assert lines[-1] == "data: [DONE]"
     status, printed = up.end()
     assert status == 0
-    assert "Ending" in printed
+    assert "Stopping" in printed
     assert up.left_over() == []
     assert haproxies_of(url) == []
 

@@ -118,7 +118,7 @@ def test_two_signals_end_it_at_once(config, tmp_path):
         up.read_until("Starting Ray")
         eventually(lambda: any("raylet" in title(pid) for pid in processes(up)))
         up.process.send_signal(signal.SIGTERM)
-        up.read_until("Ending")
+        up.read_until("Stopping")
         asked_at = time.monotonic()
         status, printed = up.end(signal.SIGTERM)
     assert status == 0

@@ -33,9 +33,7 @@ def test_while_it_is_claimed_it_holds_a_token_that_only_its_owner_reads(folder: 
 
 def test_a_second_claim_is_refused_and_harms_nothing(folder: RunFolder) -> None:
     with folder.claimed():
-        with pytest.raises(
-            ConfigRefused, match=r"^Your service on port 8000 already runs: stop it, or choose another"
-        ):
+        with pytest.raises(ConfigRefused, match=r"^Your service on port 8000 already runs: stop it, or choose another"):
             folder.claimed().__enter__()
         assert folder.token.exists()
 
