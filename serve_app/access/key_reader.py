@@ -39,7 +39,9 @@ class KeyReader:
             if isinstance(digest, str):
                 refusals.append(Refusal("keys", digest))
             elif digest in read:
-                refusals.append(Refusal("keys", f"The keys {read[digest].name!r} and {key.name!r} are the same."))
+                refusals.append(
+                    Refusal("keys", f"The keys {read[digest].name!r} and {key.name!r} have the same value.")
+                )
             else:
                 read[digest] = key
         return Keyring(read, limits), refusals

@@ -38,7 +38,9 @@ def tokenize_for_echo(prompt: str, model: ServedModel) -> PromptTokens:
 
 def _not_empty(prompt: str, token_ids: list[int]) -> tuple[int, ...]:
     if not token_ids:
-        raise InvalidRequest(f"prompt must have at least one token, got {len(prompt)} characters with none.", "prompt")
+        raise InvalidRequest(
+            f"prompt must have at least one token, got {len(prompt)} characters that give none.", "prompt"
+        )
     return tuple(token_ids)
 
 

@@ -20,7 +20,7 @@ class ToolCheck:
         if choice == "none":
             raise ReplyRefused("The model called a function, against tool_choice 'none'.", "tool_choice")
         if isinstance(choice, NamedFunction) and call.name != choice.name:
-            raise ReplyRefused(f"The model called another function than tool_choice {choice.name!r}.", "tool_choice")
+            raise ReplyRefused(f"The model called a function other than tool_choice {choice.name!r}.", "tool_choice")
         if self._num_calls > 1 and not self._rules.parallel:
             raise ReplyRefused(
                 "The model called more than one function, against parallel_tool_calls false.", "parallel_tool_calls"

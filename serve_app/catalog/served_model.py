@@ -103,7 +103,7 @@ def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBas
     except (OSError, ValueError, KeyError) as exc:
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be loaded from {source!r}.") from exc
     if not tokenizer.is_fast:
-        raise ConfigRefused(f"The tokenizer of the model {config.id!r} is not a fast one.")
+        raise ConfigRefused(f"The tokenizer of the model {config.id!r} must be a fast tokenizer (tokenizer.json).")
     # Some are saved with settings for training; requests are never cut or padded.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()

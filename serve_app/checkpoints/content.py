@@ -30,7 +30,7 @@ from serve_app.checkpoints.root_folder import open_below, open_in
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MARKER_FILE: Final = "checkpoint_complete"
 FILES: Final = (CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE, METADATA_FILE, TEMPLATE_FILE, MARKER_FILE)
-_MAX_TEMPLATE_BYTES: Final = 1 << 17  # four times the longest in use; kept in memory for every checkpoint
+_MAX_TEMPLATE_BYTES: Final = 1 << 17  # four times the longest template in use; kept in memory for every checkpoint
 _HEAD_BYTES: Final = 1 << 16
 _GLANCE_BYTES: Final = 1 << 18  # of a header that is parsed for a listing: some 2000 tensors
 

@@ -19,11 +19,7 @@ _VERSIONS: Final = (
     "Last-Modified", "mtime", "updated", "created",
 )  # fmt: skip
 _CHANGED: Final = ("LastModified", "last_modified", "mtime", "updated", "created")
-_MISSING_STATUSES: Final = (
-    403,
-    404,
-    410,
-)  # 403: object stores answer this for a missing file if the client may not list
+_MISSING_STATUSES: Final = (403, 404, 410)  # 403: from object stores for a missing file if the client may not list
 _MAX_CHILDREN: Final = 10_000
 
 

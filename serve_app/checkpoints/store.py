@@ -198,7 +198,9 @@ def _translated(path: CheckpointPath) -> Iterator[None]:
     try:
         yield
     except LeavesRoot as exc:
-        raise InvalidRequest(f"model names {str(path)!r}, where a link leads out of the store.", "model") from exc
+        raise InvalidRequest(
+            f"model names {str(path)!r}, but a link in this path leads out of the store.", "model"
+        ) from exc
     except CacheFull as exc:
         logger.error("The checkpoint cache has no room for %s.", path)
         raise CheckpointUnavailable(

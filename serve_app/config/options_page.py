@@ -22,7 +22,7 @@ _INTRODUCTION: Final = """\
 # Options of config.yaml
 
 Every option, its range, its default and what it does. Unknown keys and values out of range are refused with one
-sentence. Sizes are in bytes, times in seconds, lengths in tokens. `…[]` stands for each item of a list.
+sentence. Sizes are in bytes, times in seconds, lengths in tokens. `…[]` means each item of a list.
 
 `python -m serve_app options` prints this page from the types that check the configuration, and a test compares the two.
 """

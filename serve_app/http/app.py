@@ -218,7 +218,7 @@ def _instead_of(path: str) -> str:
     meant = next((end for end in _ENDPOINTS if path.rstrip("/").endswith(end)), None)
     if meant is not None:
         return f"Did you mean {PREFIXES[0] + meant!r}?"
-    return f"There are {', '.join(PREFIXES[0] + end for end in _ENDPOINTS)}."
+    return f"The endpoints are {', '.join(PREFIXES[0] + end for end in _ENDPOINTS)}."
 
 
 @contextmanager

@@ -26,9 +26,8 @@ async def read_body(exchange: Exchange, limits: LimitsConfig, hold: Callable[[in
     except TimeoutError as exc:
         raise InvalidRequest(f"The request body did not arrive within {limits.body_timeout_s:g} s.") from exc
     upgrade = exchange.header(b"upgrade")
-    if (
-        not content and upgrade is not None
-    ):  # the server stops reading at an upgrade, which curl --http2 and Java's client attempt
+    # The server stops reading at an upgrade, which curl --http2 and Java's client attempt.
+    if not content and upgrade is not None:
         raise InvalidRequest(
             f"The request body was lost with an attempt to upgrade the connection; send no Upgrade, got {upgrade!r}."
         )

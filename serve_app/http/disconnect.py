@@ -33,9 +33,7 @@ class CancelOnDisconnect:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
             return
-        if not isinstance(
-            exc, asyncio.CancelledError
-        ):  # the cancellation came too late to be noticed inside: handle it here
+        if not isinstance(exc, asyncio.CancelledError):  # the cancellation came too late for the body: handle it here
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError as cancelled:

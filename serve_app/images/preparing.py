@@ -18,7 +18,7 @@ class Images(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImageUrl:
-    """An image of a request as the caller sent it. `param`: where it stands in the body."""
+    """An image of a request as the caller sent it. `param`: its path in the body."""
 
     url: str
     param: str

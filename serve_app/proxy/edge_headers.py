@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.proxy.error_shape import ErrorShape
 from serve_app.proxy.http10 import end_http10_bodies_by_closing
 
-# Serve obeys these from anybody: the first cuts a request off without a final event, the second keeps a generation
-# running for a client that has gone, the others choose an ingress. "-" and "_" are the same to it in some of them, and
-# one that is not UTF-8 it answers with 500 in plain text.
+# Serve obeys these headers from any client. The first ends a request without a final event. The second keeps a
+# generation running after its client disconnected. The others choose an ingress. In some of them Serve treats "-" and
+# "_" as equal. It answers a value that is not UTF-8 with 500 in plain text.
 _SERVES_OWN = re.compile(
     rb"x-request-timeout-seconds|x-request-disconnect-disabled|serve-multiplexed-model-id|x-session-id|x-serve-router-.*"
 )

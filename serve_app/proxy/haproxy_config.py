@@ -1,7 +1,8 @@
-"""HAProxy's configuration, from Serve's to ours: text in, text out.
+"""Rewrites Serve's HAProxy configuration, from text to text.
 
-Serve 2.60 renders the file from a template that takes few settings. This adds what the template lacks: time limits,
-connections per source, room for health probes, answers in the service's error shape, no open administration.
+Serve 2.60 renders the file from a template with few settings. This module adds time limits, a limit of connections per
+source, connections reserved for health probes, and the service's error format. It also closes HAProxy's administration
+ports.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,25 +12,28 @@ from serve_app.proxy.error_pages import HEADER_BYTES, HEADER_TIMEOUT_S, Pages
 
 _PROBES = ("/healthz", "/readyz", "/-/healthz")
 _LOOPBACK = "127.0.0.1"
-_HEALTH_CONNECTIONS = 256  # which the public port cannot take
+_HEALTH_CONNECTIONS = 256  # which the public port cannot use
 _HEALTH_CONNECTIONS_PER_SOURCE = 64
 _REFUSED_CONNECTIONS = 64
 _PROBE_TIMEOUT_S = 5
-# Without an ingress requests wait in Serve's own proxy, before any key is looked at.
+# Without an ingress requests wait in Serve's own proxy, before any key is checked.
 _NO_INGRESS_TIMEOUT_S = 60
-_PIPES = 256  # each takes two files; without a word HAProxy reserves one for every fourth connection
-# HAProxy refuses what does not fit, in words that nobody can change: so there is room for what is too large.
+_PIPES = 256  # each takes two files; by default HAProxy reserves one for every fourth connection
+# HAProxy refuses headers over its buffer with a fixed text. The buffer is larger than our limit, so our own error
+# applies first.
 _BUFFER_BYTES = 2 * HEADER_BYTES
 _SOURCES_KEPT = "size 100k expire 1m store conn_cur"
 
 
 class TemplateChanged(Exception):
-    """Serve's configuration lacks a line that is to be replaced: this is not the Ray that the service was built for."""
+    """Serve's configuration lacks a line that must be replaced: the service needs another version of Ray."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A backend of Serve's, which answers the paths below `prefix`. `servers`: the address of each ingress by name."""
+    """One of Serve's backends, which serves the paths below `prefix`. `servers`: the address of each ingress by
+    name.
+    """
 
     backend: str
     prefix: str
@@ -42,8 +46,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Hardening:
-    """What is added. `connections_per_source` None: half of all; 0: no limit.
-    `health_address` None: no port for probes alone.
+    """The settings to add. `connections_per_source` None: half of all; 0: no limit. `health_address` None: no port for
+    probes.
     """
 
     pages: Pages
@@ -62,12 +66,12 @@ class Hardening:
 
     @property
     def served_connections(self) -> int:
-        """Those of the public port beyond are told to come back."""
+        """Connections that are served. More on the public port get 429."""
         return self.public_connections - min(_REFUSED_CONNECTIONS, self.public_connections // 4)
 
 
 def harden(serves: str, hardening: Hardening) -> str:
-    """Serve's configuration with all of ours. Raises `TemplateChanged`."""
+    """Serve's configuration with our settings. Raises `TemplateChanged`."""
     sections = _parse(serves)
     process = _in(sections, "global").replace("mode 666", "mode 600")
     process.set_line("maxconn", str(hardening.max_connections)).set_line("tune.bufsize", str(_BUFFER_BYTES))
@@ -89,7 +93,7 @@ def harden(serves: str, hardening: Hardening) -> str:
 
 
 class _Section:
-    """A section's header and lines. The methods that change it return it."""
+    """A section's header and lines. Methods that change it return it."""
 
     def __init__(self, header: str, *lines: str) -> None:
         self.header = header
@@ -160,7 +164,7 @@ def _in(sections: Mapping[str, _Section], name: str) -> _Section:
 def _defaults() -> list[str]:
     return [
         f"timeout http-request {HEADER_TIMEOUT_S}s",
-        "option http-ignore-probes",  # who sends nothing gets nothing: browsers open connections ahead
+        "option http-ignore-probes",  # a client that sends nothing gets no answer: browsers open connections in advance
         "errorfiles roundhouse",
     ]
 
@@ -203,7 +207,7 @@ def _to_probe_backend(route: Route) -> str:
 
 
 def _ingress(route: Route) -> list[str]:
-    """Rules for what clients get of an ingress."""
+    """Rules for the requests and answers of an ingress."""
     # uvicorn's own words
     bad_request = "{ status 400 } { res.hdr(content-type) -m beg text/plain }"
     lines = [f"http-response return status 400 errorfiles roundhouse if {bad_request}"]
@@ -213,7 +217,7 @@ def _ingress(route: Route) -> list[str]:
 
 
 def _no_route(routes: Sequence[Route]) -> str:
-    """Before Serve has said what there is, a path that is not known may be one of ours."""
+    """The answer without a route: 503 until Serve has sent its routes, then 404."""
     return f"http-request return status {404 if routes else 503} errorfiles roundhouse"
 
 
@@ -222,7 +226,7 @@ def _error_pages(pages: Pages) -> _Section:
 
 
 def _probe_backend(route: Route) -> _Section:
-    """The same servers without Serve's proxy in reserve: a probe asks whether there is an ingress now."""
+    """The same servers without Serve's proxy as a backup: a probe asks whether an ingress runs now."""
     servers = [f"server {name} {at} track {route.backend}/{name}" for name, at in route.servers.items()]
     timeouts = [f"timeout {kind} {_PROBE_TIMEOUT_S}s" for kind in ("connect", "server", "queue")]
     return _Section(f"backend {route.backend}-probes", "http-reuse always", *timeouts, *servers)

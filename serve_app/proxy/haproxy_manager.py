@@ -1,8 +1,8 @@
-"""Serve's HAProxy with our configuration, restarted at once when it dies.
+"""Runs Serve's HAProxy with our configuration and restarts it when it dies.
 
-`install` runs in Serve's controller before it starts a proxy (`RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH`) and puts
-our manager in the place of Serve's. What is overridden is private to Ray 2.60, to which the package is pinned; a
-template that changed ends the start with `TemplateChanged`.
+`install` runs in Serve's controller before it starts a proxy (`RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH`), and
+replaces Serve's manager by ours. The overridden methods are private to Ray 2.60, to which the package is pinned. If the
+template has changed, the start fails with `TemplateChanged`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _RESTART_DELAY_S = 0.2
 def install() -> None:
     """`RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH`. Without HAProxy there is nothing to do."""
     if constants.RAY_SERVE_ENABLE_HA_PROXY:
-        read_proxy_config()  # a mistake ends the controller here, with its sentence
+        read_proxy_config()  # an error ends the controller here, with its message
         controller.HAProxyManager = ray.remote(num_cpus=0)(HAProxyManager)
 
 
@@ -47,7 +47,7 @@ class HardenedHAProxy(haproxy.HAProxyApi):  # type: ignore[misc]  # Ray is not t
         path.write_text(harden(path.read_text(), self._hardening()))
 
     async def start(self) -> None:
-        """Where a manager that died left its HAProxy, that one serves on until the next has its ports and routes."""
+        """If a dead manager left its HAProxy running, that one serves until the new one has its ports and routes."""
         if orphans := self._orphans():
             self._proc = await self._start_and_wait_for_haproxy("-sf", *orphans)
         else:
@@ -58,11 +58,11 @@ class HardenedHAProxy(haproxy.HAProxyApi):  # type: ignore[misc]  # Ray is not t
         await super().stop()
 
     async def restart_when_it_dies(self, reloading: asyncio.Lock) -> None:
-        """Runs for ever. Serve alone would take half a minute to notice, and forget the routes."""
+        """Runs until `stop`. Serve alone would need 30 s to notice, and would lose the routes."""
         while not self._is_stopping:
             process = self._proc
             await process.wait()
-            async with reloading:  # a reload ends a process too, and has put the next one in its place
+            async with reloading:  # a reload ends a process too, and has replaced it already
                 while self._proc is process and not self._is_stopping:
                     logger.error("HAProxy (pid=%d) ended with status %s.", process.pid, process.returncode)
                     await self._start_again()
@@ -71,7 +71,7 @@ class HardenedHAProxy(haproxy.HAProxyApi):  # type: ignore[misc]  # Ray is not t
         try:
             self._proc = await self._start_and_wait_for_haproxy()
         except Exception:
-            logger.exception("HAProxy did not start again.")
+            logger.exception("HAProxy could not be restarted.")
             await asyncio.sleep(_RESTART_DELAY_S)
 
     def _orphans(self) -> list[str]:
@@ -102,7 +102,7 @@ def _route(backend: Any) -> Route:
 
 
 def _connections_by_files() -> int:
-    """HAProxy refuses to start when its limit on open files does not allow its limit on connections."""
+    """The number of connections that the limit on open files allows: HAProxy does not start with more."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return 1 << 20
@@ -113,7 +113,7 @@ class HAProxyManager(haproxy.HAProxyManager.__ray_actor_class__):  # type: ignor
     """The actor that Serve runs on each node."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        haproxy.HAProxyApi = HardenedHAProxy  # which the next line makes
+        haproxy.HAProxyApi = HardenedHAProxy  # created by the next line
         super().__init__(*args, **options)
         self._restarting = self.event_loop.create_task(self._restart_when_it_dies())
 

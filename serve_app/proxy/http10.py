@@ -8,7 +8,7 @@ from uvicorn.protocols.http import httptools_impl
 
 def end_http10_bodies_by_closing() -> None:
     """Change how uvicorn's httptools servers of this process reply; its h11 servers do so already."""
-    httptools_impl.RequestResponseCycle = Http10Cycle  # type: ignore[misc]  # Serve lets nobody choose the protocol
+    httptools_impl.RequestResponseCycle = Http10Cycle  # type: ignore[misc]  # Serve has no option for the protocol
 
 
 class Http10Cycle(httptools_impl.RequestResponseCycle):
@@ -30,7 +30,7 @@ class Http10Cycle(httptools_impl.RequestResponseCycle):
         await super().send(message)  # type: ignore[arg-type]
 
 
-_NO_LENGTH = 1 << 62  # uvicorn counts down from it, and closes the connection at the end as the version demands
+_NO_LENGTH = 1 << 62  # uvicorn counts down from it, and closes the connection at the end as HTTP/1.0 requires
 
 
 def _has_length(message: Mapping[str, Any]) -> bool:

@@ -94,9 +94,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = (
-            True  # otherwise Serve's retry loop uses CPU while all are full
-        )
+        pending_request.routing_context.should_backoff = True  # else Serve's retry loop spins while all are full
         metadata = pending_request.metadata
         wish = Wish(metadata.session_id, metadata.multiplexed_model_id, metadata.internal_request_id)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}

@@ -42,7 +42,7 @@ def test_a_file_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_of_two_equal_keys_the_first_is_taken() -> None:
     same = KeyConfig(name="same", sha256=GOOD.sha256)
-    assert read(GOOD, same) == (1, ["The keys 'good' and 'same' are the same."])
+    assert read(GOOD, same) == (1, ["The keys 'good' and 'same' have the same value."])
 
 
 def test_without_a_key_it_is_said_that_nobody_can_call() -> None:

@@ -345,7 +345,7 @@ def test_a_demanded_call_that_cannot_be_parsed_is_422_that_says_so(edge: Running
 def test_another_function_than_the_demanded_one_is_422(edge: RunningEdge) -> None:
     edge.script.says(call() + call("get_time", "{}"))
     said = violated(edge, tool_choice=NAMED)
-    assert said == "The model called another function than tool_choice 'get_weather'."
+    assert said == "The model called a function other than tool_choice 'get_weather'."
 
 
 def test_two_calls_where_one_is_allowed_are_422(edge: RunningEdge) -> None:

@@ -61,7 +61,7 @@ def test_a_link_that_leaves_the_root_is_refused_wherever_it_is(root: Path, part:
         write(root, {CONFIG_FILE: config()})
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(os.path.relpath(there, link.parent) if relative else there)
-    with pytest.raises(InvalidRequest, match="where a link leads out of the store") as refusal:
+    with pytest.raises(InvalidRequest, match="but a link in this path leads out of the store") as refusal:
         resolve(root)
     assert refusal.value.param == "model"
 

@@ -14,7 +14,7 @@ from tests.support.wire import error, exchange, post_head, read_response
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 
-PATHS = "There are /v1/chat/completions, /v1/completions, /v1/models."
+PATHS = "The endpoints are /v1/chat/completions, /v1/completions, /v1/models."
 BODY = {"model": BASE, "prompt": "hi", "max_tokens": 1}
 
 
