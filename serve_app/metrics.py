@@ -194,7 +194,7 @@ ENGINE_COUNTERS: Mapping[str, str] = {
     "steps": "Steps of the engine.",
     "step_seconds": "Time spent in steps.",
     "prompt_tokens": "Prompt tokens of the requests whose prompt was computed.",
-    "cached_tokens": "Prompt tokens that came from the prefix cache, of the same requests.",
+    "cached_tokens": "Prompt tokens of those requests that came from the prefix cache.",
     "prefill_tokens": "Prompt tokens computed; those of a preempted request count again.",
     "decode_tokens": "Tokens computed in decode steps.",
     "generated_tokens": "Tokens sampled.",

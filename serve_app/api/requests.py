@@ -44,8 +44,8 @@ class ToolRules:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat that its model accepts. `images`: in the order of the index in their parts. `tools_characters`: the length
-    of the declarations as JSON. `max_tokens` None: up to the end of the context.
+    """A chat that its model accepts. `images`: its parts refer to them by index. `tools_characters`: the length of the
+    declarations as JSON. `max_tokens` None: up to the end of the context.
     """
 
     conversation: Conversation
