@@ -15,8 +15,8 @@ from serve_app.images.preparing import ImageUrl, accepted
 async def prepare_images(
     edge: Edge, ticket: Ticket, target: ResolvedModel, urls: Sequence[ImageUrl]
 ) -> tuple[Frame, tuple[PreparedImage, ...]]:
-    """The images in their order, and how the model marks them. Raises `InvalidRequest`, a
-    `LimitReached` or a `ServingError`.
+    """The prepared images in order, and how the model marks them. Raises `InvalidRequest`, `LimitReached` or a
+    `ServingError`.
     """
     if edge.images is None:
         raise InvalidRequest(f"{urls[0].param} is an image, and this service accepts no images.", urls[0].param)

@@ -20,12 +20,12 @@ class Ticket:
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
 
     def hold_images(self, num_bytes: int) -> None:
-        """Hold so many bytes of prepared images besides the body. As `Lease.hold`."""
+        """Hold `num_bytes` of prepared images besides the body, as `Lease.hold` does."""
         self.image_bytes = num_bytes
         self.hold(0)
 
     def hold(self, reply_bytes: int) -> None:
-        """Hold so many bytes for the reply besides body and images. As `Lease.hold`."""
+        """Hold `reply_bytes` for the reply besides body and images, as `Lease.hold` does."""
         self.lease.hold(self.body_bytes + self.image_bytes + reply_bytes)
 
     def reserve(self, num_prompt: int, asked: int | None, most: int) -> None:

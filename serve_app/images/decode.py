@@ -48,7 +48,7 @@ def decode(content: bytes, limits: ImageLimits, declared: str | None = None) -> 
 
 
 def _check(image: Image.Image, limits: ImageLimits, declared: str | None) -> None:
-    kind = "JPEG" if image.format == "MPO" else image.format  # a JPEG with more pictures behind the first
+    kind = "JPEG" if image.format == "MPO" else image.format  # MPO: a JPEG with further pictures after the first
     assert kind is not None
     if declared is not None and MEDIA_TYPES[declared] != kind:
         raise ImageRefused(f"is declared as {declared}, but its bytes are {_NAMES[kind]}")

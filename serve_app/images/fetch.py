@@ -27,7 +27,7 @@ _MAX_URL_CHARACTERS = 4096
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 """An IPv4 address stands in the last 32 bits of these (RFC 6052)."""
 _NEVER = tuple(map(ipaddress.ip_network, ("64:ff9b:1::/48", "::ffff:0:0:0/96", "::/96", "fec0::/10")))
-"""Local translation to IPv4, and ranges of the past: `ipaddress` takes them for public."""
+"""Networks for local translation to IPv4, and obsolete ranges. `ipaddress` counts them as public."""
 
 
 def is_public(address: str) -> bool:
@@ -87,7 +87,7 @@ class Fetcher:
             address = str(ipaddress.ip_address(place.host))
         except ValueError as exc:
             if re.fullmatch(r"[0-9a-fx.]*", place.host, re.IGNORECASE) and place.host[-1].isdigit():
-                raise ImageRefused("must be at a public address") from exc  # 127.1, 0x7f000001: an address all the same
+                raise ImageRefused("must be at a public address") from exc  # 127.1 and 0x7f000001 are addresses too
             return place  # a name: `_Resolver` judges what it resolves to
         if not self.is_allowed(address):
             raise ImageRefused("must be at a public address")
