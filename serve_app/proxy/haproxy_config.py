@@ -22,6 +22,10 @@ _PIPES = 256  # each takes two files; by default HAProxy reserves one for every 
 # HAProxy refuses headers over its buffer with a fixed text. The buffer is larger than our limit, so our own error
 # applies first.
 _BUFFER_BYTES = 2 * HEADER_BYTES
+# Serve has "always": a client's first request may go to an ingress over a connection that another client left. When
+# that ingress has died, HAProxy then closes the client's connection without an answer. With "safe" it answers 502 or
+# 503.
+_REUSE = "safe"
 _SOURCES_KEPT = "size 100k expire 1m store conn_cur"
 
 
@@ -85,7 +89,8 @@ def harden(serves: str, hardening: Hardening) -> str:
     frontend.insert("use_backend" if frontend.has("use_backend") else "default_backend", _requests(hardening))
     _in(sections, "backend default_backend").without("http-request").append(_no_route(hardening.routes))
     for route in hardening.routes:
-        _in(sections, f"backend {route.backend}").insert("default-server", _ingress(route), after=True)
+        backend = _in(sections, f"backend {route.backend}").set_line("http-reuse", _REUSE)
+        backend.insert("default-server", _ingress(route), after=True)
     ours = [_error_pages(hardening.pages), _sources("sources"), *map(_probe_backend, hardening.routes)]
     if hardening.health_address:
         ours += [_sources("health_sources"), _health_frontend(hardening.health_address, hardening)]
@@ -229,7 +234,7 @@ def _probe_backend(route: Route) -> _Section:
     """The same servers without Serve's proxy as a backup: a probe asks whether an ingress runs now."""
     servers = [f"server {name} {at} track {route.backend}/{name}" for name, at in route.servers.items()]
     timeouts = [f"timeout {kind} {_PROBE_TIMEOUT_S}s" for kind in ("connect", "server", "queue")]
-    return _Section(f"backend {route.backend}-probes", "http-reuse always", *timeouts, *servers)
+    return _Section(f"backend {route.backend}-probes", f"http-reuse {_REUSE}", *timeouts, *servers)
 
 
 def _health_frontend(address: str, hardening: Hardening) -> _Section:

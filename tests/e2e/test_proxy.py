@@ -146,19 +146,22 @@ def test_when_the_ingress_dies_refusals_are_in_the_one_shape_until_the_next_is_u
 
 
 def test_when_haproxy_is_killed_the_next_one_has_the_routes(running):
+    eventually(lambda: running.get("/readyz").status_code == 200, 60)
     (killed,) = running.haproxies()
     os.kill(killed, signal.SIGKILL)
     died_at = time.monotonic()
-    statuses: list[int] = []
+    replies: list[httpx.Response] = []
 
     def is_back() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            statuses.append(running.get("/readyz").status_code)
-        return bool(statuses)
+            replies.append(running.get("/readyz"))
+        return bool(replies) and replies[-1].status_code == 200
 
     eventually(is_back, 20)
     assert time.monotonic() - died_at < 10
-    assert statuses == [200]
+    for reply in replies[:-1]:
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
+        assert reply.json()["error"]["code"] == "unavailable"
     assert running.haproxies() != [killed]
 
 

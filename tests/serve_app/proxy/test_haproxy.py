@@ -6,6 +6,7 @@ import resource
 import signal
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -178,6 +179,60 @@ def test_an_ingress_that_breaks_off_is_502():
         threading.Thread(target=accept_and_close, daemon=True).start()
         with running_proxy({"ingress": server.getsockname()[1]}) as proxy:
             assert_in_shape(get(proxy.port), 502, "unavailable")
+
+
+@contextlib.contextmanager
+def keeping_ingress(path: str, count: int) -> Iterator[socket.socket]:
+    """An ingress that keeps its connections, and answers requests for the path `count` at a time. At the end it resets
+    all of them, as a killed process does.
+    """
+    kept: list[socket.socket] = []
+    together = threading.Barrier(count)
+    wanted = f"GET {path} ".encode()
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while request := connection.recv(5000):
+                if request.startswith(wanted):
+                    together.wait(10)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                kept.append(server.accept()[0])
+                threading.Thread(target=answer, args=(kept[-1],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield server
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in kept:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RD)  # ends the wait of its thread, which holds the file
+        connection.close()
+
+
+@pytest.mark.parametrize("path", ["/v1", "/readyz"])
+def test_when_an_ingress_dies_new_clients_get_an_answer_on_connections_that_others_left(path):
+    count = 8
+    request = f"GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+
+        def ask(proxy: Proxy) -> list[socket.socket]:
+            clients = [socket.create_connection(("127.0.0.1", proxy.port), 20) for _ in range(count)]
+            for client in map(stack.enter_context, clients):
+                client.sendall(request)
+            return clients
+
+        with keeping_ingress(path, count) as server:
+            proxy = stack.enter_context(running_proxy({"ingress": server.getsockname()[1]}))
+            assert {client.recv(12) for client in ask(proxy)} == {b"HTTP/1.1 200"}
+            os.kill(proxy.api._proc.pid, signal.SIGSTOP)  # so that HAProxy meets the requests and the resets at once
+            clients = ask(proxy)
+        os.kill(proxy.api._proc.pid, signal.SIGCONT)
+        assert {client.recv(12) for client in clients} <= {b"HTTP/1.1 502", b"HTTP/1.1 503"}
 
 
 def test_headers_that_are_too_large_are_refused_in_the_one_shape(proxy):
