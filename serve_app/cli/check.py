@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from engines.errors import ModelRefused
 from serve_app.access.key_reader import KeyReader
@@ -15,7 +16,7 @@ from serve_app.config.model import ModelArgs
 from serve_app.config.paths import resolve_path
 from serve_app.config.service import CheckpointsConfig, ServiceConfig
 from serve_app.errors import ConfigRefused
-from serve_app.explain import explain, near
+from serve_app.explain import explain, near, path_of
 
 _T = TypeVar("_T")
 
@@ -58,7 +59,14 @@ def _of_serve(config: DeployConfig, path: Path) -> Iterator[str]:
     try:
         ServeDeploySchema.model_validate(config.raw)
     except ValidationError as exc:
-        yield from (explain(error, str(path))[1] for error in exc.errors())
+        yield from (_sentence(error, str(path)) for error in exc.errors())
+
+
+def _sentence(error: ErrorDetails, whole: str) -> str:
+    if error["type"] == "value_error":  # Serve's own words, which are sentences
+        words = error["msg"].removeprefix("Value error, ").rstrip(".")
+        return f"{path_of(error['loc']) or whole}: {words}."
+    return explain(error, whole)[1]
 
 
 def _unknown(section: Mapping[str, object], schema: type[BaseModel], where: str) -> Iterator[str]:

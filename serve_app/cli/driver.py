@@ -10,8 +10,10 @@ import time
 import traceback
 
 import ray
+import yaml
 from ray import serve
 from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 from ray.serve.scripts import cli
 
 from serve_app.cli.launch import RAY_DID_NOT_START
@@ -40,6 +42,8 @@ def main(port: int) -> None:
 
 def _start(folder: RunFolder) -> None:
     """Start Ray and Serve with the applications. Ends this process when one of the two does not start in time."""
+    # Outside of the try: Serve would refuse it in the next try too.
+    ServeDeploySchema.model_validate(yaml.safe_load(folder.config.read_text()))
     try:
         # "local": never join a Ray cluster that happens to run on this machine.
         context = ray.init(
@@ -50,7 +54,7 @@ def _start(folder: RunFolder) -> None:
             _temp_dir=str(folder.path),
         )
         cli.main(["run", "--non-blocking", str(folder.config)], standalone_mode=False)
-    except Exception:  # whatever Ray raises: it has no class of its own for this
+    except Exception:  # Ray has no class of its own for this; a deployment that fails is a SystemExit of `serve run`
         traceback.print_exc()
         sys.exit(RAY_DID_NOT_START)
     folder.dashboard.write_text(f"http://{context.dashboard_url}")

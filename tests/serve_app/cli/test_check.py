@@ -86,6 +86,18 @@ def test_what_serve_refuses_is_said_in_a_sentence(files, capsys):
     assert sentence.startswith("proxy_location must be ")
 
 
+def test_what_serve_says_of_the_applications_together_is_a_sentence_at_its_place(files, capsys):
+    files.raw["applications"].append(files.raw["applications"][1])
+    (sentence,) = complaints(files, capsys)
+    assert sentence == ('applications: Found multiple configs for application "tiny". Please remove all duplicates.')
+
+
+def test_an_option_of_a_deployment_that_serve_refuses_is_named(files, capsys):
+    files.raw["applications"][0]["deployments"][0]["max_ongoing_requests"] = -1
+    (sentence,) = complaints(files, capsys)
+    assert sentence == "applications[0].deployments[0].max_ongoing_requests must be greater than 0, got -1."
+
+
 def test_a_missing_model_folder_is_found(files, capsys):
     for where in (files.served, files.args):
         where["source"] = "/nowhere/model"
