@@ -88,8 +88,10 @@ class RunFolder:
             _remove(entry)
 
     def is_claimed(self) -> bool:
-        """Whether a service runs in it."""
+        """Whether a service runs in it. Raises `ConfigRefused` when another user could have written files there.
+        """
         try:
+            _require_private(self.path.parent)
             with (self.path / _LOCK).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
@@ -102,10 +104,21 @@ class RunFolder:
 def _make_private(folder: Path) -> None:
     """Raises `ConfigRefused` when another user could write files there."""
     folder.mkdir(mode=0o700, exist_ok=True)
+    _require_own(folder)
+    folder.chmod(0o700)
+
+
+def _require_own(folder: Path) -> os.stat_result:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigRefused(f"{folder} is not owned by you: remove it, or set TMPDIR to another folder.")
-    folder.chmod(0o700)
+    return found
+
+
+def _require_private(folder: Path) -> None:
+    mode = stat.S_IMODE(_require_own(folder).st_mode)
+    if mode != 0o700:
+        raise ConfigRefused(f"{folder} must have mode 700, so that no other user can write files there, got {mode:o}.")
 
 
 def _remove(entry: Path) -> None:

@@ -1,14 +1,19 @@
 """What `up` has on disk is its own: nobody else reads or replaces it, and no second `up` takes it."""
 
+import fcntl
 import os
+import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from serve_app.cli.commands import main
+from serve_app.cli.deployment import Cluster
 from serve_app.cli.run_folder import RunFolder
 from serve_app.errors import ConfigRefused
 
@@ -74,6 +79,42 @@ def test_deploy_goes_to_no_cluster_that_it_was_not_told_of(
         "No service that `up` started serves on port 8123. "
         "Name its port with --port, or another cluster's dashboard with --address.\n"
     )
+
+
+def claimed_by_another(folder: RunFolder, in_it: ExitStack) -> None:
+    """What `deploy` would take for a service of this user: a dashboard, a token, and a lock that is held."""
+    folder.path.mkdir(parents=True)
+    folder.dashboard.write_text("http://127.0.0.1:9")
+    folder.token.write_text("another's")
+    lock = in_it.enter_context((folder.path / "lock").open("w"))
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def as_link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (as_link, "is not owned by you: remove it, or set TMPDIR to another folder."),
+        (lambda folder: folder.chmod(0o777), "must have mode 700, so that no other user can write files there, got 777."),
+    ],
+    ids=["link", "open"],
+)
+def test_deploy_trusts_no_folder_that_others_can_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], sentence: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = RunFolder.of(8123)
+    with ExitStack() as in_it:
+        claimed_by_another(folder, in_it)
+        folder.path.parent.chmod(0o700)
+        assert Cluster.of_service(8123).dashboard == "http://127.0.0.1:9"
+        change(folder.path.parent)
+        with pytest.raises(ConfigRefused, match=re.escape(f"{folder.path.parent} {sentence}")):
+            Cluster.of_service(8123)
 
 
 def test_a_cluster_that_is_not_there_is_said() -> None:
