@@ -88,8 +88,7 @@ class RunFolder:
             _remove(entry)
 
     def is_claimed(self) -> bool:
-        """Whether a service runs in it. Raises `ConfigRefused` when another user could have written files there.
-        """
+        """Whether a service runs in it. Raises `ConfigRefused` when another user could have written files there."""
         try:
             _require_private(self.path.parent)
             with (self.path / _LOCK).open() as lock:

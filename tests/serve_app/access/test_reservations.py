@@ -97,6 +97,23 @@ def test_a_request_that_finds_too_few_tokens_does_not_count_against_the_requests
             lease.reserve(50, 0, 0)
 
 
+@pytest.mark.parametrize("of_key", [True, False])
+def test_a_request_that_finds_too_few_bytes_does_not_count_against_the_requests_of_the_minute(of_key: bool) -> None:
+    limits = {"requests_per_minute": 2} | ({"bytes_in_flight": 100} if of_key else {})
+    limiter, who, of_all = Limiter(Clock()), caller(**limits), None if of_key else 100
+    with limiter.admit(who, bytes_in_flight=of_all) as first:
+        first.hold(60)
+        for _ in range(5):
+            with limiter.admit(who, bytes_in_flight=of_all) as lease:
+                for _ in range(2):
+                    with pytest.raises(LimitReached if of_key else Overloaded):
+                        lease.hold(60)
+        with limiter.admit(who, bytes_in_flight=of_all) as lease:
+            lease.hold(40)
+        with pytest.raises(LimitReached), limiter.admit(who):
+            pass
+
+
 def test_the_requests_of_a_key_hold_so_many_bytes_and_give_them_back() -> None:
     limiter, who = Limiter(), caller(bytes_in_flight=100)
     with limiter.admit(who) as first:
