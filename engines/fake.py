@@ -163,6 +163,7 @@ class FakeEngine:
         if displaced is None:
             raise full
         self._state.waiting.remove(displaced)
+        self._state.counters.failed_requests += 1
         deliver([(displaced.sink, Output(displaced.request.request_id, full))])
 
     def abort(self, request_id: str) -> None:

@@ -129,10 +129,17 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """A command: end a request without output; unknown ids are ignored."""
+        self.counters.aborted += self._drop(request_id)
+
+    def displace(self, request_id: str) -> None:
+        """A command: as `abort`, for a request whose error the caller of this delivers."""
+        self.counters.failed_requests += self._drop(request_id)
+
+    def _drop(self, request_id: str) -> bool:
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self.counters.aborted += 1
             self._end(sequence)
+        return sequence is not None
 
     def run(self) -> None:
         """Step until `stop`, or until a failure that is no request's fault."""

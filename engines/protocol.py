@@ -155,9 +155,10 @@ class ModelFacts:
 class EngineCounters:
     """Counts of one engine since its start. Values only grow; each is exported as a metric of its name.
 
-    A request that the engine has taken ends as `finished`, `aborted` or `failed_requests`. `prompt_tokens` and
-    `cached_tokens` count a request once, when its prompt is computed. `prefill_tokens` and `decode_tokens` count
-    computed tokens, including those of a preempted request again.
+    A request that the engine has taken ends as `finished`, `aborted` or `failed_requests`. One that loses its place in
+    a full queue has failed: its caller did not give it up. `prompt_tokens` and `cached_tokens` count a request once,
+    when its prompt is computed. `prefill_tokens` and `decode_tokens` count computed tokens, including those of a
+    preempted request again.
     """
 
     requests: int = 0

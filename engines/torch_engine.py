@@ -15,7 +15,7 @@ from engines.compute.assembly import AssembledModel, assemble_model
 from engines.config import EngineConfig
 from engines.delivery import deliver
 from engines.errors import EngineError, EngineStopped, QueueFull, RequestRefused
-from engines.loop import Emit, EngineLoop, Event, Runner
+from engines.loop import Command, Emit, EngineLoop, Event, Runner
 from engines.lora.cache import AdapterCache, HostAdapter
 from engines.lora.format.targets import LoraTargets
 from engines.lora.format.weights import read_adapter
@@ -103,8 +103,7 @@ class TorchEngine:
         self._live[request.request_id] = sequence
 
     def abort(self, request_id: str) -> None:
-        if self._live.pop(request_id, None) is not None and self._parts is not None:
-            self._parts.loop.post(lambda loop: loop.abort(request_id))
+        self._end(request_id, lambda loop: loop.abort(request_id))
 
     def stats(self) -> EngineStats:
         return EngineStats(failed=True) if self._parts is None else self._parts.stats()
@@ -116,8 +115,13 @@ class TorchEngine:
         full = QueueFull(self._config.max_waiting)
         if displaced is None:
             raise full
-        self.abort(displaced.request_id)
+        self._end(displaced.request_id, lambda loop: loop.displace(displaced.request_id))
         deliver([(displaced.sink, Output(displaced.request_id, full))])
+
+    def _end(self, request_id: str, command: Command) -> None:
+        """Deliver nothing more to a request, and have the loop end it. Unknown ids are ignored."""
+        if self._live.pop(request_id, None) is not None and self._parts is not None:
+            self._parts.loop.post(command)
 
     def _running_parts(self) -> "_Parts":
         if self._parts is None:

@@ -120,8 +120,8 @@ class Lease:
 
     def hold(self, num_bytes: int) -> None:
         """Count `num_bytes` for the request from now on. A request that runs alone has no bound here: other limits
-        bound one request. Raises `LimitReached` for the key's bound, `Overloaded` for the bound of all keys;
-        neither counts the request against its key's requests of the minute.
+        bound one request. Raises `LimitReached` for the key's bound, `Overloaded` for the bound of all keys; then
+        nothing was counted.
         """
         more = num_bytes - self._num_bytes
         of_key, of_all = self._use.num_bytes - self._num_bytes, self._limiter.num_bytes - self._num_bytes

@@ -173,8 +173,13 @@ def test_in_a_full_queue_another_tenant_gets_its_share_of_the_places(engines: En
         await sink.until(lambda: sink.results[other.request_id].ended)
         for made in crowd[:3]:
             engine.engine.abort(made.request_id)
+        await engine.is_idle()
 
+    before = engine.stats().counters
     engine.run(check())
+    after = engine.stats().counters
+    assert after.failed_requests - before.failed_requests == 1
+    assert after.finished + after.aborted + after.failed_requests == after.requests
     assert_unused(engine)
 
 

@@ -206,6 +206,26 @@ def test_a_request_that_an_engine_took_ends_in_one_counter():
     assert (counters.requests, counters.finished, counters.aborted, counters.failed_requests) == (3, 1, 1, 1)
 
 
+def test_a_request_that_loses_its_place_in_a_full_queue_has_failed():
+    async def check() -> EngineCounters:
+        engine = FakeEngine(FakeConfig(max_running=1, max_waiting=2))
+        await engine.start()
+        sink = Collector()
+        made = [request(prompt_of(5), max_tokens=300, tenant=name) for name in ("crowd", "crowd", "crowd", "other")]
+        for one in made:
+            sink.expect(one.request_id)
+        engine.submit(made[0], sink)
+        await sink.until(lambda: bool(sink.results[made[0].request_id].token_ids))
+        for one in made[1:]:
+            engine.submit(one, sink)
+        await sink.until(lambda: all(result.ended for result in sink.results.values()))
+        await engine.close()
+        return engine.stats().counters
+
+    counters = asyncio.run(check())
+    assert (counters.requests, counters.finished, counters.aborted, counters.failed_requests) == (4, 3, 0, 1)
+
+
 @dataclass
 class Exporting(ListRecorder):
     """Keeps the records, and exports them as an ingress does."""
