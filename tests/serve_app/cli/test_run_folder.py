@@ -99,7 +99,10 @@ def as_link(folder: Path) -> None:
     ("change", "sentence"),
     [
         (as_link, "is not owned by you: remove it, or set TMPDIR to another folder."),
-        (lambda folder: folder.chmod(0o777), "must have mode 700, so that no other user can write files there, got 777."),
+        (
+            lambda folder: folder.chmod(0o777),
+            "must have mode 700, so that no other user can write files there, got 777.",
+        ),
     ],
     ids=["link", "open"],
 )
