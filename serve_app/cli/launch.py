@@ -55,14 +55,14 @@ def up(
     `driver` is called with the service's port, and finds everything else in that port's `RunFolder`.
     """
     require_free(config.host, config.port, "stop that process, or choose another port with --port")
-    config = config.with_own_ports()
+    config.with_own_ports()  # says at once what another try would not change
     folder = RunFolder.of(config.port)
     with folder.claimed():
         adopt_orphans()
         service = _Service(config, folder, driver, serve_grace_s)
         with _interruptible() as signals:
             try:
-                _run(service, config, config_path)
+                _run(service, config_path)
                 service.finish()
             except _Interrupted:
                 say("Stopping at once.")
@@ -72,11 +72,11 @@ def up(
         folder.clear()
 
 
-def _run(service: "_Service", config: DeployConfig, config_path: Path) -> None:
+def _run(service: "_Service", config_path: Path) -> None:
     try:
         service.start()
         service.wait_until_ready()
-        say(welcome(config, service.operations(config_path)))
+        say(welcome(service.config, service.operations(config_path)))
         service.wait_for_the_end()
     except _Interrupted:
         limit = f"within {service.finish_limit_s:.0f} s"
@@ -115,7 +115,7 @@ class _Service:
     """The `serve run` process, and everything that it starts."""
 
     def __init__(self, config: DeployConfig, folder: RunFolder, driver: Sequence[str], serve_grace_s: float) -> None:
-        self._config = config
+        self.config = config
         self._folder = folder
         self._driver = driver
         self._child: subprocess.Popen[bytes] | None = None
@@ -126,9 +126,12 @@ class _Service:
         """Returns when Ray runs. Ray must start within 30 s, which can fail on a busy machine, so it is retried. Raises
         `LaunchFailed`.
         """
-        self._folder.config.write_text(yaml.safe_dump(self._config.raw, sort_keys=False))
+        wanted = self.config
         say(f"Starting Ray and Serve (log: {self._folder.log})")
         for tries in range(1, _RAY_STARTS + 1):
+            # Anew for each try: a service that starts at the same time may have taken a port meanwhile.
+            self.config = wanted.with_own_ports()
+            self._folder.config.write_text(yaml.safe_dump(self.config.raw, sort_keys=False))
             self._spawn()
             if self._ray_starts():
                 return
@@ -143,7 +146,7 @@ class _Service:
         """Raises `LaunchFailed` with the reason."""
         started = shown_at = time.monotonic()
         shown = ""
-        while (state := _readiness(self._config)) is not None:
+        while (state := _readiness(self.config)) is not None:
             self._require_alive()
             if failure := self._failure():
                 raise LaunchFailed(failure)
@@ -161,7 +164,7 @@ class _Service:
         dashboard = self._folder.dashboard.read_text()
         python = Path(sys.executable)
         token = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={self._folder.token}"
-        deploy = f"{_shown(python)} -m serve_app deploy --config {config_path} --port {self._config.port}"
+        deploy = f"{_shown(python)} -m serve_app deploy --config {config_path} --port {self.config.port}"
         return [
             f"  log: {self._folder.log}",
             f"  to change it: {deploy}",
@@ -192,11 +195,11 @@ class _Service:
     def _spawn(self) -> None:
         with self._folder.log.open("ab") as log:
             self._child = subprocess.Popen(
-                [*self._driver, str(self._config.port)],
+                [*self._driver, str(self.config.port)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=_child_environment(self._config, self._folder),
+                env=_child_environment(self.config, self._folder),
                 # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on.
                 start_new_session=True,
                 preexec_fn=end_with_parent,

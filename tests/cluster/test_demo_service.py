@@ -26,6 +26,7 @@ SAYS = {  # by what they ask for, in the order of the page
     "stream=True": 'call: get_weather {"city": "Paris"}',
     "temp_c": "It is 18 °C in Paris.",
     "return_token_ids": "Paris",
+    "What colour is the shape?": "red",
 }
 
 
