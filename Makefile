@@ -110,7 +110,8 @@ test: setup-dev demo ## format, lint, import contracts, types and all tests but 
 	@$(VENV)/bin/python -m pytest -n $(WORKERS)
 
 test-slow: setup-dev demo ## the slow tests
-	@$(VENV)/bin/python -m pytest -n $(WORKERS) -m 'slow and not gpu'
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) -m 'slow and not gpu and not alone'
+	@$(VENV)/bin/python -m pytest -m 'slow and alone'
 
 test-gpu: setup-dev demo ## the tests of the CUDA path, on a CUDA device
 	@$(VENV)/bin/python -m pytest -m 'gpu or slow or not slow' tests/engines/gpu

@@ -109,9 +109,10 @@ def test_serve_prepares_the_demo_and_runs_on_the_address_that_is_named(checkout:
 
 def test_tests_run_on_two_workers_or_on_as_many_as_are_named(checkout: Checkout) -> None:
     checkout.make("setup-dev")
-    run = "-m pytest -n {} -m slow and not gpu"
-    assert checkout.make("test-slow") == (0, ["cluster/prepare_demo.py", run.format(2)])
-    assert checkout.make("test-slow", "WORKERS=5") == (0, ["cluster/prepare_demo.py", run.format(5)])
+    run = "-m pytest -n {} -m slow and not gpu and not alone"
+    alone = "-m pytest -m slow and alone"
+    assert checkout.make("test-slow") == (0, ["cluster/prepare_demo.py", run.format(2), alone])
+    assert checkout.make("test-slow", "WORKERS=5") == (0, ["cluster/prepare_demo.py", run.format(5), alone])
 
 
 def test_a_make_that_runs_the_tests_does_not_hand_on_its_variables(

@@ -16,7 +16,7 @@ from tests.e2e.service_config import KEY, MODEL, Json, model
 from tests.e2e.test_failures import replica_processes
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 PAIR = "tiny/Pair"
 

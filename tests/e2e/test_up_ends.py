@@ -47,6 +47,7 @@ def test_a_key_that_cannot_be_read_is_said_before_anything_starts(config, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_catalogue_that_the_ingress_refuses_ends_it_with_the_reason(config, model_folder, monkeypatch, tmp_path):
     """The ingress' relative paths start elsewhere than those of this machine's `check`."""
     folder = Path(model_folder)
@@ -92,6 +93,7 @@ def test_a_model_that_cannot_be_started_is_said_before_anything_starts(config, m
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_model_that_cannot_be_loaded_is_named_with_the_reason(config, tmp_path):
     """Its weights are of another size than it says: to see that they have to be loaded."""
     source = save_model_folder(tmp_path / "model")
@@ -113,6 +115,7 @@ def test_a_model_that_cannot_be_loaded_is_named_with_the_reason(config, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_signals_end_it_at_once(config, tmp_path):
     with Up(write(config, tmp_path), "--port", str(free_port())) as up:
         up.read_until("Starting Ray")
@@ -133,6 +136,7 @@ def raylet_of(up: Up) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_run_side_by_side_and_a_dead_raylet_ends_its_own(config, tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -155,6 +159,7 @@ def test_two_run_side_by_side_and_a_dead_raylet_ends_its_own(config, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_ray_that_is_not_up_in_time_is_tried_again(config, tmp_path):
     with Up(write(config, tmp_path), "--port", str(free_port())) as up:
         up.read_until("Starting Ray")
@@ -179,6 +184,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_first_deployment_into_another_cluster_does_not_get_in_the_way_of_a_service(config, tmp_path):
     """Both would want HAProxy's usual ports; Ray's token comes from the environment, as its documentation has it."""
     with Up(write(config, tmp_path), "--port", str(free_port())) as up:
