@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import StrEnum
 from typing import Protocol
 
 from serve_app.api.reply import Reply
 from serve_app.catalog.catalog import ResolvedModel
+from serve_app.config.price import Price, Tokens
 from serve_app.config.refusal import Refusal
 
 _MAX_ASKED_CHARACTERS = 512
@@ -28,7 +30,9 @@ class RequestRecord:
     the response began.
 
     `asked_model` is what the caller wrote, which can be any text: use it in the log, never as a metric label. `model`
-    is a base id of the catalogue, `checkpoint` a path; both are empty until the request was accepted.
+    is a base id of the catalogue, or a remote endpoint's own name for its model; `checkpoint` is a path. Both are empty
+    until the request was accepted. `slug` and `endpoint` are set where a marketplace slug was asked for.
+    `is_estimated`: an upstream did not report its usage.
     """
 
     request_id: str
@@ -39,6 +43,9 @@ class RequestRecord:
     model: str = ""
     checkpoint: str = ""
     adapter_digest: str = ""
+    slug: str = ""
+    endpoint: str = ""
+    price: Price | None = None
     streamed: bool = False
     status: int = 0
     error_code: str = ""
@@ -49,6 +56,8 @@ class RequestRecord:
     cached_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
+    image_tokens: int = 0
+    is_estimated: bool = False
     first_token_s: float | None = None
     duration_s: float = 0.0
 
@@ -57,7 +66,15 @@ class RequestRecord:
         self.model = target.model.id
         self.checkpoint = "" if target.checkpoint is None else str(target.checkpoint)
         self.adapter_digest = target.adapter.digest if target.adapter is not None else ""
+        self.price = target.model.config.price
         self.streamed = streamed
+
+    @property
+    def cost(self) -> Decimal:
+        """USD."""
+        if self.price is None:
+            return Decimal(0)
+        return self.price.cost(Tokens(self.prompt_tokens, self.cached_tokens, self.completion_tokens))
 
     def asked_for(self, model: object) -> None:
         """Note the model that the body names, before anything is checked."""

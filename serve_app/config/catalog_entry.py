@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 from typing_extensions import Doc
 
 from serve_app.config.paths import resolve_source
+from serve_app.config.price import Price
 from serve_app.config.section import Count, Section, Text
 from serve_app.explain import Complaint
 
@@ -66,6 +67,10 @@ class ModelConfig(Section):
         Doc("Other names of this base model in checkpoints, such as its path on the training machine."),
     ] = ()
     owned_by: Annotated[Text, Doc("Shown by `GET /models`.")] = "roundhouse"
+    price: Annotated[
+        Price | None,
+        Doc("What its tokens cost, and those of its checkpoints, for the ledger and budgets; null: nothing."),
+    ] = None
 
     @property
     def weights(self) -> tuple[str, str | None]:

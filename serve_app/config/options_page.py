@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
@@ -50,6 +51,7 @@ _PLAIN: Final[Mapping[Any, str]] = {
     int: "integer",
     float: "number",
     str: "text",
+    Decimal: "number",
     bool: "true or false",
     AwareDatetime: "time with zone",
 }
@@ -85,8 +87,14 @@ def _sections(path: str, section: type) -> Iterator[tuple[str, type]]:
     yield path, section
     for option in options_of(section):
         if option.section is not None:
-            items = "" if isinstance(option.hint, type) else "[]"
+            items = "[]" if _is_list(option.hint) else ""
             yield from _sections(f"{path}.{option.name}{items}".removeprefix("."), option.section)
+
+
+def _is_list(hint: Any) -> bool:
+    if get_origin(hint) is Annotated:
+        return _is_list(get_args(hint)[0])
+    return get_origin(hint) is tuple
 
 
 def _row(option: Option, section: type) -> str:

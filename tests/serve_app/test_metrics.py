@@ -39,7 +39,7 @@ from tests.support.engine_harness import (
     request,
 )
 from tests.support.harness import BASE, CHAT, CONTEXT, ListRecorder, RunningEdge, config_for, running_edge
-from tests.support.ledger import Ledger
+from tests.support.readable_metrics import ReadableMetrics
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 
@@ -107,10 +107,10 @@ def test_everything_else_that_an_engine_tells_is_a_metric_of_its_own():
 
 
 def test_the_metrics_of_the_engine_bear_the_names_and_words_of_its_fields():
-    ledger = Ledger()
-    EngineMetrics("m", ledger.exporter)
+    readable = ReadableMetrics()
+    EngineMetrics("m", readable.exporter)
     told = {**ENGINE_COUNTERS, **{name: words for name, (words, _) in ENGINE_GAUGES.items()}}
-    assert {name: metric.description for name, metric in ledger.metrics.items()} == {
+    assert {name: metric.description for name, metric in readable.metrics.items()} == {
         f"roundhouse_engine_{name}": words for name, words in told.items()
     }
 
@@ -168,8 +168,8 @@ async def everything_that_happens_to_an_engine(sink: Measured, engine: DrivenEng
 
 
 def test_every_metric_of_the_engine_is_moved_by_a_real_one():
-    ledger = Ledger()
-    metrics = EngineMetrics("m", ledger.exporter)
+    readable = ReadableMetrics()
+    metrics = EngineMetrics("m", readable.exporter)
     settings: dict[str, Any] = {"source": str(explosive_folder()), "trust_remote_code": True, "self_test": False}
     settings |= {"kv_cache_bytes": kv_bytes("llama", 33), "max_running": 3, "max_adapters": 1, "max_adapter_rank": 64}
     with DrivenEngine(engine_config(**settings)) as engine:
@@ -184,8 +184,8 @@ def test_every_metric_of_the_engine_is_moved_by_a_real_one():
         metrics.record(engine.stats())
         engine.run(sink.ended(sink.submit(request((1, BREAKS)))))
         metrics.record(engine.stats())
-    assert ledger.moved == declared_by_engine()
-    assert ledger.last("roundhouse_engine_failed", model="m") == 1
+    assert readable.moved == declared_by_engine()
+    assert readable.last("roundhouse_engine_failed", model="m") == 1
 
 
 def test_a_request_that_an_engine_took_ends_in_one_counter():
@@ -230,10 +230,10 @@ def test_a_request_that_loses_its_place_in_a_full_queue_has_failed():
 class Exporting(ListRecorder):
     """Keeps the records, and exports them as an ingress does."""
 
-    ledger: Ledger = field(default_factory=Ledger)
+    readable: ReadableMetrics = field(default_factory=ReadableMetrics)
 
     def __post_init__(self) -> None:
-        self.metrics = IngressMetrics(self.ledger.exporter)
+        self.metrics = IngressMetrics(self.readable.exporter)
 
     def request_started(self, record: RequestRecord) -> None:
         super().request_started(record)
@@ -249,12 +249,12 @@ class Exporting(ListRecorder):
 
 
 def test_what_is_refused_of_a_configuration_is_counted_by_section_and_forgotten_when_it_is_good() -> None:
-    ledger = Ledger()
-    metrics = IngressMetrics(ledger.exporter)
+    readable = ReadableMetrics()
+    metrics = IngressMetrics(readable.exporter)
 
     def counted(*paths: str) -> dict[str, float]:
         metrics.config_checked([Refusal(path, f"{path} is wrong.") for path in paths])
-        return {section: ledger.last("roundhouse_config_error", section=section) for section in SECTIONS}
+        return {section: readable.last("roundhouse_config_error", section=section) for section in SECTIONS}
 
     nothing = dict.fromkeys(SECTIONS, 0)
     assert counted("models[1].source", "models", "keys[0]", "", "nonsense") == nothing | {
@@ -301,12 +301,12 @@ def test_every_metric_of_the_ingress_is_moved_by_requests_over_http(
         use_checkpoints(edge, tmp_path / "cache")
         edge.reconfigure(keys=[{"name": ""}])
         edge.wait_until_idle()
-    ledger = recorder.ledger
-    assert ledger.moved == set(ledger.metrics)
+    readable = recorder.readable
+    assert readable.moved == set(readable.metrics)
     of_base = {"model": BASE, "key": "test"}
-    assert ledger.last("roundhouse_prompt_tokens", **of_base) == 80
-    assert ledger.last("roundhouse_cached_tokens", **of_base) == 32
-    assert ledger.last("roundhouse_completion_tokens", **of_base) == 6
-    assert ledger.last("roundhouse_replies_unparsed", model=CHAT) == 1
-    assert ledger.last("roundhouse_requests_running") == 0
-    assert [ledger.last(f"roundhouse_checkpoint_{name}") for name in STORE_COUNTERS] == [1, 2, 1]
+    assert readable.last("roundhouse_prompt_tokens", **of_base) == 80
+    assert readable.last("roundhouse_cached_tokens", **of_base) == 32
+    assert readable.last("roundhouse_completion_tokens", **of_base) == 6
+    assert readable.last("roundhouse_replies_unparsed", model=CHAT) == 1
+    assert readable.last("roundhouse_requests_running") == 0
+    assert [readable.last(f"roundhouse_checkpoint_{name}") for name in STORE_COUNTERS] == [1, 2, 1]

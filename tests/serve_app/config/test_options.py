@@ -20,7 +20,7 @@ from serve_app.config.refusal import RENAMED
 from serve_app.config.service import ServiceConfig, parse_config
 from serve_app.errors import ConfigRefused
 
-MODEL = {"id": "a/b", "app": "a", "source": "/models/a"}
+MODEL = {"id": "a/b", "app": "a", "source": "/models/a", "price": {"prompt": 1, "completion": 2}}
 KEY = {"name": "k", "env": "A"}
 ROOTS: dict[str, tuple[type, Any, Any]] = {
     "user_config": (ServiceConfig, parse_config, {"models": [MODEL], "images": {"app": "i"}, "keys": [KEY]}),

@@ -34,7 +34,7 @@ class Recorded:
 
 
 @dataclass
-class Ledger:
+class ReadableMetrics:
     """All metrics by name. Gauges and histograms keep every value that they had."""
 
     metrics: dict[str, Recorded] = field(default_factory=dict)

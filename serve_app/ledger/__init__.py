@@ -1,0 +1,1 @@
+"""One record of usage per request, and what keys have used."""
