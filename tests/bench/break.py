@@ -16,7 +16,7 @@ Only for a service of your own on this machine. Nothing here fails: the tests sa
     10  HAProxy killed
 
 3, 4, 6 and 10 look at processes of the service: they need --pid, that of `up`. 5 needs --config, the file that runs,
-and --dashboard; 8 needs --second-key.
+--dashboard and --auth-token; 8 needs --second-key.
 """
 
 import argparse
@@ -61,6 +61,7 @@ class Target:
     pid: int | None
     config: Path | None
     dashboard: str
+    auth_token: Path
     max_ongoing: int
 
     @property
@@ -264,7 +265,7 @@ def revoked_key(target: Target) -> str:
 
 def deploy(target: Target, config: Any) -> str:
     """What `serve deploy` does."""
-    token = Path("~/.ray/auth_token").expanduser()
+    token = target.auth_token
     headers = {"authorization": f"Bearer {token.read_text().strip()}"} if token.is_file() else {}
     url = f"{target.dashboard}/api/serve/applications/"
     return seen(lambda: httpx.put(url, json=config, headers=headers, timeout=60))
@@ -355,6 +356,9 @@ def main() -> None:
     parser.add_argument("--pid", type=int)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--dashboard", default="http://127.0.0.1:8265")
+    parser.add_argument(
+        "--auth-token", type=Path, default=Path("~/.ray/auth_token").expanduser(), help="of Ray; `up` says where"
+    )
     parser.add_argument("--max-ongoing", type=int, default=4096)
     parser.add_argument("--attacks", default=",".join(map(str, ATTACKS)), help="their numbers, in this order")
     given = vars(parser.parse_args())
