@@ -167,7 +167,15 @@ def _service(options: argparse.Namespace) -> ServiceConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m serve_app", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_service_commands(commands)
+    _add_key_commands(commands)
+    _add_calls(commands)
+    _add_checkpoint_commands(commands)
+    _add_prompt_commands(commands)
+    return parser
 
+
+def _add_service_commands(commands: Subparsers) -> None:
     command = _add(
         commands, "up", _up, "run the service in the foreground; Ctrl-C ends it and every process it started"
     )
@@ -187,11 +195,16 @@ def _parser() -> argparse.ArgumentParser:
 
     _add(commands, "options", _options, "print every option of config.yaml with its range and default")
 
+
+def _add_key_commands(commands: Subparsers) -> None:
     keys = _add_group(commands, "keys", "API keys")
     command = _add(keys, "new", _new_key, "create an API key, and print the lines of config.yaml that accept it")
     command.add_argument("name", help="the caller's name in logs and metrics")
     _add_key_options(command)
 
+
+def _add_calls(commands: Subparsers) -> None:
+    """What a client of a running service can do."""
     _add_client(_add(commands, "models", _models, "list the models of a running service that a key may use"))
 
     command = _add(commands, "chat", _chat, "chat with a model of a running service")
@@ -200,6 +213,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--temperature", type=float, default=0.7)
     _add_client(command)
 
+
+def _add_checkpoint_commands(commands: Subparsers) -> None:
     checkpoints = _add_group(commands, "checkpoints", "list, check and load the checkpoints of a config.yaml")
     command = _add(checkpoints, "list", _list_checkpoints, "list the checkpoints in the roots, newest first")
     command.add_argument("--owner", help="also list the private checkpoints of this owner")
@@ -214,6 +229,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("path", help="tinker://RUN/sampler_weights/NAME")
     _add_client(command)
 
+
+def _add_prompt_commands(commands: Subparsers) -> None:
     command = _add(commands, "render", _render, "print the tokens of a chat request, read as JSON from standard input")
     _add_config(command)
     command.add_argument("--model", help="a model id of the file; default: the first")
@@ -222,7 +239,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("text")
     _add_config(command)
     command.add_argument("--model", help="a model id of the file; default: the first")
-    return parser
 
 
 def _add(
