@@ -14,7 +14,8 @@ from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
 from serve_app.config.api import parse_api_args
-from serve_app.config.images import ImageArgs, parse_image_args
+from serve_app.config.autoscaling import Autoscaling
+from serve_app.config.images import parse_image_args
 from serve_app.config.model import ModelArgs, parse_model_args
 from serve_app.errors import ConfigRefused
 from serve_app.images.deployment import ImagePreprocessor
@@ -83,7 +84,7 @@ def model(args: dict[str, object]) -> Application:
             "initial_backoff_s": 0.005,
             "max_backoff_s": 0.05,
         },
-        **_scaling(parsed),
+        **_scaling(parsed.replicas, parsed.target_requests, **parsed.health.model_dump()),
         **_lifecycle(parsed.graceful_shutdown_timeout_s),
     )
     gate = serve.deployment(Gate).options(
@@ -105,7 +106,7 @@ def images(args: dict[str, object]) -> Application:
             # Ray does not set the first variable for actors without devices, so they would see all of them.
             "runtime_env": _environment(CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
         },
-        **_image_scaling(parsed),
+        **_scaling(parsed.replicas, parsed.replicas.target),
         **_lifecycle(parsed.graceful_shutdown_timeout_s),
     )
     return preprocessor.bind(parsed)
@@ -120,37 +121,21 @@ def _readable_errors() -> Iterator[None]:
         raise RayServeException(str(exc)) from exc
 
 
-def _scaling(args: ModelArgs) -> dict[str, object]:
-    counts = args.replicas
+def _scaling(counts: Autoscaling, target: float, **user_config: object) -> dict[str, object]:
     if counts.min == counts.max:
         return {"num_replicas": counts.max}
     return {
         # Different for every build: Serve 2.60 does not scale a deployment that is built again without a change, as
         # after a rollback of a failed update. A changed user_config restarts nothing.
-        "user_config": {**args.health.model_dump(), "build": uuid.uuid4().hex},
+        "user_config": {**user_config, "build": uuid.uuid4().hex},
         "autoscaling_config": {
             "min_replicas": counts.min,
             "max_replicas": counts.max,
-            "target_ongoing_requests": args.target_requests,
+            "target_ongoing_requests": target,
             "look_back_period_s": counts.look_back_period_s,
             "upscale_delay_s": counts.upscale_delay_s,
             "downscale_delay_s": counts.downscale_delay_s,
         },
-    }
-
-
-def _image_scaling(args: ImageArgs) -> dict[str, object]:
-    counts = args.replicas
-    if counts.min == counts.max:
-        return {"num_replicas": counts.max}
-    return {
-        "autoscaling_config": {
-            "min_replicas": counts.min,
-            "max_replicas": counts.max,
-            "target_ongoing_requests": counts.target,
-            "upscale_delay_s": counts.upscale_delay_s,
-            "downscale_delay_s": counts.downscale_delay_s,
-        }
     }
 
 

@@ -1,41 +1,28 @@
 """The `args` of the image application in config.yaml: the processes that decode and resize images for vision models."""
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from annotated_types import Ge, Gt, Le
-from pydantic import ValidationError, model_validator
+from annotated_types import Ge, Gt
+from pydantic import ValidationError
 from typing_extensions import Doc
 
+from serve_app.config.autoscaling import Autoscaling, UpscaleDelay
 from serve_app.config.refusal import refusals
-from serve_app.config.section import Count, Cpus, Delay, Seconds, Section
+from serve_app.config.section import Count, Cpus, Seconds, Section
 from serve_app.errors import ConfigRefused
-from serve_app.explain import Complaint
 
 
-class ImageReplicas(Section):
-    """Bounds of autoscaling; equal bounds switch it off."""
+class ImageScaling(Autoscaling):
+    """The load that a process should have."""
 
-    min: Annotated[int, Ge(0), Le(10_000), Doc("Fewest processes; at 0 the first image starts one.")] = 1
-    max: Annotated[int, Ge(1), Le(10_000), Doc("Most processes.")] = 1
-    target: Annotated[float, Gt(0), Doc("Target of autoscaling: requests with images per process.")] = 2.0
-    upscale_delay_s: Annotated[Delay, Doc("How long the load must be above the target before a process is added.")] = (
-        2.0
-    )
-    downscale_delay_s: Annotated[
-        Delay, Doc("How long the load must be below the target before a process is ended.")
-    ] = 300.0
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.min > self.max:
-            raise Complaint(f"must be at most max, which is {self.max}", self.min, ".min")
-        return self
+    target: Annotated[float, Gt(0), Doc("Target of autoscaling: requests with images per replica.")] = 2.0
+    upscale_delay_s: UpscaleDelay = 2.0
 
 
 class ImageArgs(Section):
     """The deployment that prepares images. It never sees a GPU."""
 
-    replicas: Annotated[ImageReplicas, Doc("How many processes there are.")] = ImageReplicas()
+    replicas: Annotated[ImageScaling, Doc("How many processes there are.")] = ImageScaling()
     cpus_per_replica: Annotated[Cpus, Doc("CPUs that Ray reserves for each process.")] = 1.0
     threads: Annotated[Count, Doc("Images that a process prepares at a time.")] = 1
     max_ongoing_requests: Annotated[Count, Doc("Requests that a process holds at a time.")] = 16

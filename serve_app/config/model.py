@@ -15,9 +15,10 @@ from typing_extensions import Doc
 
 from engines.config import EngineConfig, EngineOptions
 from engines.fake import FakeConfig
+from serve_app.config.autoscaling import Autoscaling
 from serve_app.config.paths import resolve_path, resolve_source
 from serve_app.config.refusal import refusals
-from serve_app.config.section import RULES, Count, Cpus, Delay, Seconds, Section, Text
+from serve_app.config.section import RULES, Count, Cpus, Seconds, Section, Text
 from serve_app.errors import ConfigRefused
 from serve_app.explain import Complaint, show
 
@@ -25,28 +26,13 @@ _LEAST_SILENCE_S = 5  # a replica that is well reports every 2 s, and its report
 _TARGET_SHARE = 0.8  # of the batch: the rest takes the arrivals until a new replica is up
 
 
-class ReplicaCounts(Section):
-    """Bounds and target of autoscaling; equal bounds switch it off."""
+class ModelScaling(Autoscaling):
+    """The load that a replica should have."""
 
-    min: Annotated[int, Ge(0), Le(10_000), Doc("Fewest replicas; at 0 an idle model sleeps until a request comes.")] = 1
-    max: Annotated[int, Ge(1), Le(10_000), Doc("Most replicas.")] = 1
     target: Annotated[
         Annotated[float, Gt(0)] | None,
         Doc("Target of autoscaling: requests per replica; null: 80 % of `max_running`."),
     ] = None
-    look_back_period_s: Annotated[Seconds, Doc("Time over which the number of requests is averaged.")] = 30.0
-    upscale_delay_s: Annotated[Delay, Doc("How long the load must be above the target before a replica is added.")] = (
-        5.0
-    )
-    downscale_delay_s: Annotated[
-        Delay, Doc("How long the load must be below the target before a replica is removed.")
-    ] = 300.0
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.min > self.max:
-            raise Complaint(f"must be at most max, which is {self.max}", self.min, ".min")
-        return self
 
 
 class FakeSettings(Section):
@@ -105,7 +91,7 @@ class ModelArgs(EngineOptions):
     accelerator_type: Annotated[Text | None, Doc("A Ray accelerator type that the replica needs, such as `H200`.")] = (
         None
     )
-    replicas: Annotated[ReplicaCounts, Doc("How many replicas there are.")] = ReplicaCounts()
+    replicas: Annotated[ModelScaling, Doc("How many replicas there are.")] = ModelScaling()
     load_factor: Annotated[
         float,
         Ge(1),

@@ -22,5 +22,8 @@ class ImagePreprocessor:
     async def prepare(self, order: ImageOrder) -> PreparedImages:
         return await self._preprocessor.prepare(order)
 
+    def reconfigure(self, user_config: object) -> None:
+        """Serve calls this with what makes a build differ from the last (`app.py`). Nothing here depends on it."""
+
     def __del__(self) -> None:
         self._preprocessor.close()

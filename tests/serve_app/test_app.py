@@ -38,6 +38,36 @@ def test_a_replica_reserves_what_its_arguments_say(args: Any, resources: dict[st
     assert variables.get("CUDA_VISIBLE_DEVICES") == (None if resources["num_gpus"] else "")
 
 
+def engine_options(counts: dict[str, int]) -> Any:
+    return engine(max_running=10, replicas=counts)
+
+
+def image_options(counts: dict[str, int]) -> Any:
+    return deployments(app.images({"replicas": counts}))["preprocessor"]
+
+
+@pytest.mark.parametrize(("build", "expected"), [(engine_options, (8, 60, 5, 300)), (image_options, (2, 60, 2, 300))])
+def test_between_bounds_replicas_come_and_go_as_the_arguments_say(build: Any, expected: tuple[int, ...]) -> None:
+    scaling = build({"min": 0, "max": 3, "look_back_period_s": 60})._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (0, 3)
+    delays = (scaling.look_back_period_s, scaling.upscale_delay_s, scaling.downscale_delay_s)
+    assert (scaling.target_ongoing_requests, *delays) == expected
+
+
+@pytest.mark.parametrize("build", [engine_options, image_options])
+def test_what_scales_differs_in_every_build(build: Any) -> None:
+    """Serve would stop scaling what is built again without a change."""
+    first, second = build({"min": 0, "max": 3}), build({"min": 0, "max": 3})
+    assert first._deployment_config.user_config != second._deployment_config.user_config
+    assert callable(first.func_or_class.reconfigure)  # it gets the user_config
+
+
+@pytest.mark.parametrize("build", [engine_options, image_options])
+def test_equal_bounds_switch_autoscaling_off(build: Any) -> None:
+    made = build({"min": 2, "max": 2})
+    assert (made.num_replicas, made._deployment_config.autoscaling_config) == (2, None)
+
+
 def test_the_router_of_a_model_knows_when_a_replica_is_too_busy_for_a_key() -> None:
     made = engine(load_factor=2, load_floor=9, max_running=3, max_waiting=4)
     router = made._deployment_config.request_router_config
