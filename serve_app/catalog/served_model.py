@@ -2,12 +2,10 @@
 event loop.
 """
 
-import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from renderers import registry
 from renderers.base import Renderer
@@ -15,6 +13,7 @@ from renderers.replies.detokenize import DecoderUnknown, TokenTable, token_table
 from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.paths import resolve_source
 from serve_app.errors import ConfigRefused
+from serve_app.model_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +57,7 @@ def load_model(config: ModelConfig) -> ServedModel:
     if source.startswith("/") and not Path(source).exists():
         raise ConfigRefused(f"The source of the model {config.id!r} does not exist: {source!r}.")
     tokenizer = _load_tokenizer(config, source)
-    facts = _read_json(source, "config.json", config.revision)
+    facts = read_json(source, "config.json", config.revision)
     takes_images = isinstance(facts.get("vision_config"), dict)
     facts = {**facts, **facts.get("text_config", {})}
     context_length = _context_length(config, source, facts.get("max_position_embeddings"))
@@ -127,19 +126,6 @@ def _build_renderer(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase", m
 
 def _end_token_ids(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, source: str) -> frozenset[int]:
     """The tokenizer's end token, and those that the model's generation settings add."""
-    told = _read_json(source, "generation_config.json", config.revision).get("eos_token_id")
+    told = read_json(source, "generation_config.json", config.revision).get("eos_token_id")
     ids = told if isinstance(told, list) else [told]
     return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
-
-
-def _read_json(source: str, name: str, revision: str | None) -> Mapping[str, Any]:
-    """A file of the model's folder or hub repository; empty if it has none."""
-    from transformers.utils import cached_file
-
-    if source.endswith(".gguf"):
-        return {}
-    found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    if found is None:
-        return {}
-    parsed = json.loads(Path(found).read_text(encoding="utf-8"))
-    return parsed if isinstance(parsed, dict) else {}

@@ -1,8 +1,6 @@
 """A model's own image processor (transformers), without the rest of its `Processor`: no video, no torchvision."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +8,12 @@ import transformers
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-from transformers.utils import cached_file
 
 from engines.protocol import BFLOAT16, HostTensor
 from serve_app.errors import ConfigRefused
 from serve_app.images.decode import ImageRefused
 from serve_app.images.prepared import Frame, PreparedImage
+from serve_app.model_files import read_json
 
 _NOT_FOR_THE_MODEL = frozenset({"num_crops", "rows", "cols", "num_patches"})
 _PROBE_PIXELS = 64
@@ -29,7 +27,7 @@ class ModelProcessor:
 
     def __init__(self, source: str, revision: str | None = None) -> None:
         """`source`: a folder or hub id. Raises `ConfigRefused` for a model without an image processor."""
-        config = _read_json(source, "config.json", revision)
+        config = read_json(source, "config.json", revision)
         self._processor = _image_half(source, revision, config)
         self._tokenizer = self._processor.tokenizer
         merged = self._processor._merge_kwargs(tokenizer_init_kwargs=self._tokenizer.init_kwargs, return_tensors="np")
@@ -124,17 +122,8 @@ def _image_half(source: str, revision: str | None, config: Mapping[str, Any]) ->
 
 def _processor_name(source: str, revision: str | None, config: Mapping[str, Any]) -> str | None:
     for file in ("processor_config.json", "preprocessor_config.json"):
-        name = _read_json(source, file, revision).get("processor_class")
+        name = read_json(source, file, revision).get("processor_class")
         if isinstance(name, str):
             return name
     found = PROCESSOR_MAPPING_NAMES.get(config.get("model_type"))
     return found if isinstance(found, str) else None
-
-
-def _read_json(source: str, name: str, revision: str | None) -> Mapping[str, Any]:
-    try:
-        found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except OSError as exc:
-        raise ConfigRefused(f"The model {source!r} cannot be found.") from exc
-    parsed = json.loads(Path(found).read_text(encoding="utf-8")) if found is not None else {}
-    return parsed if isinstance(parsed, dict) else {}
