@@ -37,12 +37,6 @@ from tests.support.checkpoint_files import (
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
 def _outside(root: Path) -> Path:
     return write(root.parent / "outside", files(9))
 

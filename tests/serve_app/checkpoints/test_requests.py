@@ -34,12 +34,6 @@ from tests.support.checkpoint_files import (
 )
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
 def test_roots_are_searched_in_order_and_the_first_that_has_anything_decides(tmp_path: Path) -> None:
     first, second = tmp_path / "1", tmp_path / "2"
     write(second, files(2))

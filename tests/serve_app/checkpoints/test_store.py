@@ -38,12 +38,6 @@ from tests.support.checkpoint_files import (
 )
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
 def test_a_checkpoint_is_its_content_and_where_it_lies(root: Path) -> None:
     contents = files(metadata={"owner": "alice", "public": True, "expires_at": "2131-01-01T02:00:00+02:00"})
     target = write(root, {**contents, "chat_template.jinja": "{{ 'é' }}".encode()})

@@ -32,12 +32,6 @@ from tests.support.checkpoint_files import (
 )
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("prefix", ["", "./", "000080/", "./" + "x" * 120 + "/"])
 def test_a_tar_of_any_usual_form_is_a_checkpoint(root: Path, form: int, prefix: str) -> None:
