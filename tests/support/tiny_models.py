@@ -24,7 +24,7 @@ from transformers import (
 
 VOCAB = 320
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -40,9 +40,9 @@ _SIZES: dict[str, Any] = {
 }
 
 # Tied embeddings, scaled up: with larger weights the logits would all sit at the final soft cap.
-_GEMMA = {**_SIZES, "initializer_range": 0.04, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
+_GEMMA = {**SIZES, "initializer_range": 0.04, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
 
-_DELTA_NET = {
+DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -51,21 +51,21 @@ _DELTA_NET = {
 }
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_SIZES, head_dim=32),
-    "llama-tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2Config(**_SIZES),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=32),
+    "llama": lambda: LlamaConfig(**SIZES, head_dim=32),
+    "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3-moe": lambda: Qwen3MoeConfig(
-        **_SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+        **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
     ),
-    "mistral": lambda: MistralConfig(**_SIZES, sliding_window=24),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=24),
     "gemma2": lambda: Gemma2Config(**_GEMMA, attn_logit_softcapping=2.0),
     "gemma3": lambda: Gemma3TextConfig(**_GEMMA),
     "gpt-oss": lambda: GptOssConfig(
-        **_SIZES, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
+        **SIZES, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2
     ),
     "deepseek-v3": lambda: DeepseekV3Config(
-        **{**_SIZES, "num_key_value_heads": 4},
+        **{**SIZES, "num_key_value_heads": 4},
         q_lora_rank=24,
         kv_lora_rank=16,
         qk_rope_head_dim=16,
@@ -78,17 +78,17 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
-    "qwen3-5": lambda: Qwen3_5TextConfig(**_SIZES, **_DELTA_NET, head_dim=32),
+    "qwen3-5": lambda: Qwen3_5TextConfig(**SIZES, **DELTA_NET, head_dim=32),
     "qwen3-next": lambda: Qwen3NextConfig(
-        **_SIZES,
-        **_DELTA_NET,
+        **SIZES,
+        **DELTA_NET,
         head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=48,
         shared_expert_intermediate_size=48,
     ),
-    "lfm2": lambda: Lfm2Config(**_SIZES, layer_types=["conv", "full_attention", "conv"]),
+    "lfm2": lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
 }
 
 HYBRID = frozenset({"qwen3-5", "qwen3-next", "lfm2"})
@@ -96,9 +96,13 @@ HYBRID = frozenset({"qwen3-5", "qwen3-next", "lfm2"})
 
 
 def save(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """A random model of this architecture in `folder`, float32."""
+    return save_random(AutoModelForCausalLM, CONFIGS[name](), folder, seed=seed)
+
+
+def save_random(kind: Any, config: PreTrainedConfig, folder: Path, *, seed: int) -> Path:
+    """A random model of this architecture in `folder`, float32. `kind`: the class of transformers that makes it."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Norm weights and biases start at 1 and 0; a mistake in them would not show.

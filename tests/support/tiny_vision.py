@@ -20,23 +20,10 @@ from transformers import (
 )
 
 from engines.protocol import HostTensor
+from tests.support.tiny_models import DELTA_NET, SIZES, save_random
 
-VOCAB = 320
 IMAGE = 7
 START, END = 8, 9
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-    "initializer_range": 0.15,
-}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
 _QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": 10, "vision_start_token_id": START, "vision_end_token_id": END}
 _QWEN_VISION = {
@@ -62,24 +49,20 @@ _SIGLIP = {
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2.5-vl": lambda: Qwen2_5_VLConfig(
-        text_config={**_TEXT, "rope_parameters": {**_MROPE, "mrope_section": [4, 2, 2]}},
+        text_config={**SIZES, "rope_parameters": {**_MROPE, "mrope_section": [4, 2, 2]}},
         vision_config={**_QWEN_VISION, "fullatt_block_indexes": [1], "window_size": 16},
         **_QWEN_IDS,
     ),
     "qwen3-vl": lambda: Qwen3VLConfig(
-        text_config={**_TEXT, "head_dim": 32, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        text_config={**SIZES, "head_dim": 32, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
         vision_config={**_QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
         **_QWEN_IDS,
     ),
     "qwen3-5": lambda: Qwen3_5Config(
         text_config={
-            **_TEXT,
+            **SIZES,
             "head_dim": 32,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
+            **DELTA_NET,
             "rope_parameters": {
                 **_MROPE,
                 "mrope_section": [2, 1, 1],
@@ -91,21 +74,21 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_QWEN_IDS,
     ),
     "llava": lambda: LlavaConfig(
-        text_config={**_TEXT, "model_type": "llama"},
+        text_config={**SIZES, "model_type": "llama"},
         vision_config={**_SIGLIP, "model_type": "clip_vision_model", "projection_dim": 32},
         image_token_index=IMAGE,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
     ),
     "smolvlm": lambda: SmolVLMConfig(
-        text_config={**_TEXT, "model_type": "llama"}, vision_config=_SIGLIP, image_token_id=IMAGE, scale_factor=2
+        text_config={**SIZES, "model_type": "llama"}, vision_config=_SIGLIP, image_token_id=IMAGE, scale_factor=2
     ),
     "idefics3": lambda: Idefics3Config(
-        text_config={**_TEXT, "model_type": "llama"}, vision_config=_SIGLIP, image_token_id=IMAGE, scale_factor=2
+        text_config={**SIZES, "model_type": "llama"}, vision_config=_SIGLIP, image_token_id=IMAGE, scale_factor=2
     ),
     "gemma3": lambda: Gemma3Config(
         text_config={
-            **_TEXT,
+            **SIZES,
             "head_dim": 16,
             "sliding_window": 24,
             "query_pre_attn_scalar": 16,
@@ -161,12 +144,4 @@ def kv_bytes(name: str, num_blocks: int) -> int:
 
 
 def save(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """A random model of this architecture in `folder`, float32."""
-    torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(CONFIGS[name](), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
+    return save_random(AutoModelForImageTextToText, CONFIGS[name](), folder, seed=seed)
