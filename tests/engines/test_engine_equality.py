@@ -2,8 +2,6 @@
 cache, after preemption, with other adapters beside them.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
 from engines.protocol import Adapter, GenerateRequest
@@ -12,7 +10,7 @@ from tests.support.engine_harness import (
     Engines,
     adapter,
     assert_greedy,
-    kv_bytes,
+    cramped,
     prompt_of,
     request,
 )
@@ -44,23 +42,9 @@ NATIVE = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")
 BACKENDS = [*((name, "auto") for name in CONFIGS), *((name, "sdpa") for name in NATIVE)]
 
 
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    with Engines() as engines:
-        yield engines
-
-
 def hard(engines: Engines, name: str, attention: str = "auto") -> DrivenEngine:
-    """Small chunks, a pool that is too small for all, fewer adapter slots than adapters."""
-    return engines(
-        name,
-        attention=attention,
-        context_length=96,
-        kv_cache_bytes=kv_bytes(name, 8),
-        max_step_tokens=24,
-        max_step_tokens_decoding=19,
-        max_adapters=2,
-    )
+    """`cramped`, and fewer adapter slots than adapters."""
+    return engines(name, attention=attention, **cramped(name), max_adapters=2)
 
 
 def requests_for(*bounds: Adapter | None, lengths: tuple[int, ...] = LENGTHS) -> list[GenerateRequest]:

@@ -2,7 +2,7 @@
 arrivals and aborts around it, from the prefix cache, after a preemption.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from tests.support.engine_harness import (
     Engines,
     Result,
     adapter,
+    cramped,
     engine_config,
-    kv_bytes,
     prompt_of,
     request,
 )
@@ -49,28 +49,13 @@ MODELS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    with Engines() as engines:
-        yield engines
-
-
 def calm(engines: Engines, name: str, attention: str) -> DrivenEngine:
     return engines(name, attention=attention, exact=True, prefix_cache=False)
 
 
 def hard(engines: Engines, name: str, attention: str) -> DrivenEngine:
-    """Small chunks, a pool that is too small for all, fewer adapter slots than adapters."""
-    return engines(
-        name,
-        attention=attention,
-        exact=True,
-        context_length=96,
-        kv_cache_bytes=kv_bytes(name, 8),
-        max_step_tokens=24,
-        max_step_tokens_decoding=19,
-        max_adapters=2,
-    )
+    """`cramped`, and fewer adapter slots than adapters."""
+    return engines(name, attention=attention, exact=True, **cramped(name), max_adapters=2)
 
 
 def all_requests(name: str) -> list[GenerateRequest]:

@@ -1,6 +1,6 @@
 """Log-probabilities and seeded draws of the whole engine, against the plain forward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.support.engine_harness import (
     Engines,
     Result,
     adapter,
-    kv_bytes,
+    cramped,
     prompt_of,
     reference_logits,
     reference_model,
@@ -24,22 +24,8 @@ BOTH = pytest.mark.parametrize("attention", ["auto", "sdpa"])
 TOLERANCE = 3e-4
 
 
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    with Engines() as engines:
-        yield engines
-
-
 def small(engines: Engines, attention: str, name: str = "llama") -> DrivenEngine:
-    """Chunks and a pool so small that everything is cut and preempted."""
-    return engines(
-        name,
-        attention=attention,
-        context_length=96,
-        kv_cache_bytes=kv_bytes(name, 8),
-        max_step_tokens=24,
-        max_step_tokens_decoding=19,
-    )
+    return engines(name, attention=attention, **cramped(name))
 
 
 def rows_of(made: GenerateRequest, text: Sequence[int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from queue import Queue
@@ -50,12 +50,6 @@ from tests.support.tiny_models import VOCAB
 from tests.support.waiting import eventually
 
 BOTH = pytest.mark.parametrize("attention", ["auto", "sdpa"])
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    with Engines() as engines:
-        yield engines
 
 
 def good_request(max_tokens: int = 8, length: int = 20, bound: Adapter | None = None) -> GenerateRequest:

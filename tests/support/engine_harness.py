@@ -355,6 +355,16 @@ class Engines:
             engine.close()
 
 
+def cramped(name: str) -> dict[str, Any]:
+    """Settings with which everything is cut and preempted: small chunks, and a pool that is too small for all."""
+    return {
+        "context_length": 96,
+        "kv_cache_bytes": kv_bytes(name, 8),
+        "max_step_tokens": 24,
+        "max_step_tokens_decoding": 19,
+    }
+
+
 def kv_bytes(name: str, num_blocks: int) -> int:
     """Of this many blocks of 16 tokens of a tiny model."""
     config = tiny_models.CONFIGS[name]()

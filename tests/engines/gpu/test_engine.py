@@ -68,12 +68,6 @@ def assembled(
     return partial(assemble_model, candidates=candidates)
 
 
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    with Engines() as engines:
-        yield engines
-
-
 @pytest.mark.parametrize(
     "name",
     [
