@@ -6,20 +6,8 @@ import pytest
 
 from serve_app.access.auth import Caller
 from serve_app.access.limits import Limiter
-from serve_app.config.keys import KeyLimits
 from serve_app.errors import LimitReached
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def caller(**limits: int) -> Caller:
-    return Caller("k", limits=KeyLimits(**limits))
+from tests.support.limiter_kit import Clock, caller
 
 
 def refused(limiter: Limiter, who: Caller) -> LimitReached:
@@ -86,6 +74,6 @@ def test_a_refused_request_uses_nothing() -> None:
 
 def test_keys_do_not_share_their_limits() -> None:
     limiter = Limiter()
-    other = Caller("other", limits=KeyLimits(concurrency=1))
+    other = caller("other", concurrency=1)
     with limiter.admit(caller(concurrency=1)), limiter.admit(other):
         refused(limiter, other)

@@ -4,22 +4,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from serve_app.access.auth import Caller
 from serve_app.access.limits import Lease, Limiter
-from serve_app.config.keys import KeyLimits
 from serve_app.errors import LimitReached, Overloaded
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def caller(name: str = "k", **limits: int) -> Caller:
-    return Caller(name, limits=KeyLimits(**limits))
+from tests.support.limiter_kit import Clock, caller
 
 
 def reserved(leases: list[Lease], num_prompt: int, asked: int | None, most: int = 4000) -> int:
