@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import yaml
-from pydantic import ValidationError
 
 from engines.errors import EngineError
 from renderers.base import RenderError
@@ -23,7 +22,7 @@ from serve_app.cli.output import say
 from serve_app.config.deploy import load_deploy_config
 from serve_app.config.keys import DEMO_KEY, KeyConfig, KeyLimits
 from serve_app.config.options_page import options_page
-from serve_app.config.refusal import refusals
+from serve_app.config.refusal import parse_section
 from serve_app.config.service import ServiceConfig
 from serve_app.errors import ConfigRefused, ServiceError
 from serve_app.model_id import parse_checkpoint_path
@@ -90,10 +89,7 @@ def _new_key(options: argparse.Namespace) -> None:
         "limits": limits or None,
     }
     given = {name: value for name, value in entry.items() if value is not None}
-    try:
-        KeyConfig.model_validate(given)
-    except ValidationError as exc:
-        raise ConfigRefused(refusals(exc, KeyConfig, "The key")[0].sentence) from exc
+    parse_section(KeyConfig, given, "The key")
     say(f"The key, shown only once: {key}")
     lines = yaml.safe_dump([given], sort_keys=False, allow_unicode=True).rstrip()
     say(f"Under user_config.keys in config.yaml:\n{lines}")

@@ -5,12 +5,10 @@
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
-from pydantic import ValidationError
 from typing_extensions import Doc
 
-from serve_app.config.refusal import refusals
+from serve_app.config.refusal import parse_section
 from serve_app.config.section import Count, Cpus, Seconds, Section, Text
-from serve_app.errors import ConfigRefused
 
 
 class ApiArgs(Section):
@@ -36,7 +34,4 @@ class ApiArgs(Section):
 
 def parse_api_args(raw: object) -> ApiArgs:
     """Check the arguments of the `api` application. Raises `ConfigRefused` with one sentence."""
-    try:
-        return ApiArgs.model_validate(raw)
-    except ValidationError as exc:
-        raise ConfigRefused(refusals(exc, ApiArgs, "args")[0].sentence) from exc
+    return parse_section(ApiArgs, raw, "args")

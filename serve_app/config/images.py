@@ -3,13 +3,11 @@
 from typing import Annotated
 
 from annotated_types import Ge, Gt
-from pydantic import ValidationError
 from typing_extensions import Doc
 
 from serve_app.config.autoscaling import Autoscaling, UpscaleDelay
-from serve_app.config.refusal import refusals
+from serve_app.config.refusal import parse_section
 from serve_app.config.section import Count, Cpus, Seconds, Section
-from serve_app.errors import ConfigRefused
 
 
 class ImageScaling(Autoscaling):
@@ -39,7 +37,4 @@ class ImageArgs(Section):
 
 def parse_image_args(raw: object) -> ImageArgs:
     """Check the arguments of the image application. Raises `ConfigRefused` with one sentence."""
-    try:
-        return ImageArgs.model_validate(raw)
-    except ValidationError as exc:
-        raise ConfigRefused(refusals(exc, ImageArgs, "args")[0].sentence) from exc
+    return parse_section(ImageArgs, raw, "args")

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from serve_app.config.option import names_at
+from serve_app.errors import ConfigRefused
 from serve_app.explain import Complaint, explain, near, path_of
 
 RENAMED: Final[Mapping[str, str]] = {
@@ -19,6 +20,7 @@ RENAMED: Final[Mapping[str, str]] = {
 SECTIONS: Final = ("models", "checkpoints", "images", "keys", "limits", "config")
 _UNKNOWN: Final = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
 Location = tuple[int | str, ...]
+_S = TypeVar("_S", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,14 @@ class Refusal:
 
     def __str__(self) -> str:
         return self.sentence
+
+
+def parse_section(kind: type[_S], raw: object, whole: str) -> _S:
+    """The section, checked; `whole`: its name when it has no path. Raises `ConfigRefused` with the first reason."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as exc:
+        raise ConfigRefused(refusals(exc, kind, whole)[0].sentence) from exc
 
 
 def refusals(exc: ValidationError, root: type, whole: str, at: Location = ()) -> list[Refusal]:
