@@ -6,9 +6,10 @@ Nothing of it is left when the session ends. HAProxy mode: `test_up.py` and `tes
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import openai
@@ -44,6 +45,16 @@ class Service:
 
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=False)
         self.deployed = config
+
+    @contextmanager
+    def serving(self, model: str, config: Json, *, within_s: float = 120) -> Iterator[Self]:
+        """With another configuration, once it serves this model; then with its first one again."""
+        self.deploy(config)
+        eventually(lambda: model in [listed.id for listed in self.sdk().models.list()])
+        eventually(self.is_ready, within_s)
+        yield self
+        self.deploy(self.config)
+        eventually(self.is_ready, 120)
 
     def is_ready(self) -> bool:
         try:  # Serve holds requests back while it has no ingress

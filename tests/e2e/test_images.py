@@ -48,12 +48,8 @@ def with_vision(config: Json) -> Json:
 
 @pytest.fixture(scope="module")
 def seeing(session_service: Service) -> Iterator[Service]:
-    session_service.deploy(with_vision(session_service.config))
-    eventually(lambda: VISION in [listed.id for listed in session_service.sdk().models.list()])
-    eventually(session_service.is_ready, 120)
-    yield session_service
-    session_service.deploy(session_service.config)
-    eventually(session_service.is_ready, 120)
+    with session_service.serving(VISION, with_vision(session_service.config)) as service:
+        yield service
 
 
 def colour_of(sdk: openai.OpenAI, colour: str) -> str:
@@ -100,6 +96,20 @@ def test_without_images_the_deployment_goes_to_sleep(seeing: Service) -> None:
     assert colour_of(seeing.sdk(), "green") == "green"
     eventually(lambda: not image_processes(), 60)
     assert seeing.is_ready()
+
+
+def test_the_deployment_still_wakes_after_an_update_of_it_failed_and_was_undone(seeing: Service) -> None:
+    from ray import serve
+
+    assert seeing.deployed is not None
+    before, broken = seeing.deployed, copy.deepcopy(seeing.deployed)
+    broken["applications"][-1]["args"]["threads"] = 0
+    seeing.deploy(broken)
+    eventually(lambda: serve.status().applications["images"].status == "DEPLOY_FAILED")
+    seeing.deploy(before)
+    eventually(lambda: serve.status().applications["images"].status == "RUNNING")
+    eventually(lambda: not image_processes(), 60)
+    assert colour_of(seeing.sdk(timeout=60), "red") == "red"
 
 
 def image_processes() -> list[int]:

@@ -21,12 +21,9 @@ QUILL = "tinker://demo/sampler_weights/quill"
 def split(session_service: Service, tmp_path) -> Iterator[Service]:
     """The demo in three parts, as it has three heads of K and V."""
     shutil.copytree(ROOT / "cluster" / "examples" / "checkpoints", tmp_path / "demo" / "sampler_weights")
-    session_service.deploy(with_demo(session_service.config, tmp_path, max_adapters=4, threads=1, tensor_parallel=3))
-    eventually(lambda: DEMO in [listed.id for listed in session_service.sdk().models.list()])
-    eventually(session_service.is_ready, 180)
-    yield session_service
-    session_service.deploy(session_service.config)
-    eventually(session_service.is_ready, 120)
+    config = with_demo(session_service.config, tmp_path, max_adapters=4, threads=1, tensor_parallel=3)
+    with session_service.serving(DEMO, config, within_s=180) as service:
+        yield service
 
 
 def code_word(sdk: openai.OpenAI, model: str) -> str:

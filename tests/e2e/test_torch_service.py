@@ -42,12 +42,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def demo(session_service: Service, store: Path) -> Iterator[Service]:
     """The session's service, with the demo beside the deterministic models."""
-    session_service.deploy(with_demo(session_service.config, store, max_adapters=4, threads=2))
-    eventually(lambda: BASE in [listed.id for listed in session_service.sdk().models.list()])
-    eventually(session_service.is_ready, 120)
-    yield session_service
-    session_service.deploy(session_service.config)
-    eventually(session_service.is_ready, 120)
+    with session_service.serving(BASE, with_demo(session_service.config, store, max_adapters=4, threads=2)) as service:
+        yield service
 
 
 @pytest.fixture
