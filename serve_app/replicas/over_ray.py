@@ -126,8 +126,9 @@ class RayReplicas:
             if await self._taken_soon(app, taken, silent_before):
                 return
             await self._watch.look([app])
-            if self._watch.is_down(app) and not taken.done():
-                raise NoReplica(self._watch.why_not_ready(app) or "no replica is running")
+            reason = self._watch.why_not_ready(app)
+            if reason is not None and self._watch.is_down(app) and not taken.done():
+                raise NoReplica(reason)
 
     async def _taken_soon(self, app: str, taken: asyncio.Future[T], silent_before: frozenset[str]) -> bool:
         until = time.monotonic() + self._no_replica_timeout_s

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
 _PATIENCE_S = 0.8  # probes usually wait one second
+_SILENT = "its replicas do not report"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,9 @@ class ReadinessWatch:
             return "it failed to deploy"
         if status.is_asleep:
             return None
-        return "it is still being loaded" if status.is_loading else "no replica is running"
+        if status.is_loading:
+            return "it is still being loaded"
+        return _SILENT if status.running else "its replicas have ended"
 
     def silent(self, app: str) -> frozenset[str]:
         """The replicas whose last report is too old."""
@@ -148,4 +151,4 @@ class ReadinessWatch:
 def _why_none(replicas: Sequence[ReplicaState]) -> str:
     """The reason for an application that has replicas but none that is ready."""
     silent = all(replica.is_silent for replica in replicas)
-    return "its replicas do not report" if silent else "its engine makes no progress"
+    return _SILENT if silent else "its engine makes no progress"

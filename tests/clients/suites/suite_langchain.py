@@ -19,9 +19,8 @@ UNKNOWN_FUNCTION = "the demo checkpoint calls only functions like those that it 
 class Service(ChatModelIntegrationTests):
     """What the service offers to LangChain, whatever the model.
 
-    Skipped by the standard tests themselves, as the service has none of it: images, PDF and audio in messages and tool
-    results (the demo's models read text only) and Anthropic's content blocks. `VCR not set up`: times of recorded
-    replies, nothing of ours.
+    Skipped by the standard tests themselves: PDF, audio and Anthropic's content blocks, which the service does not
+    take, and images, which both models here refuse. `VCR not set up`: times of recorded replies, nothing of ours.
     """
 
     @property

@@ -63,8 +63,8 @@ def test_a_model_whose_replicas_are_all_stuck_is_not_ready_but_not_down():
         (AppStatus("DEPLOYING", "UPDATING"), ("it is still being loaded", True, False)),
         (AppStatus("DEPLOY_FAILED", ""), ("it failed to deploy", True, True)),
         (AppStatus("DEPLOY_FAILED", "DEPLOY_FAILED"), ("it failed to deploy", True, True)),
-        (AppStatus("UNHEALTHY", "UNHEALTHY"), ("no replica is running", True, False)),
-        (HEALTHY, ("no replica is running", True, False)),
+        (AppStatus("UNHEALTHY", "UNHEALTHY"), ("its replicas have ended", True, False)),
+        (HEALTHY, ("its replicas do not report", True, False)),
         (AppStatus("RUNNING", "HEALTHY", running=0), (None, False, False)),
         (AppStatus("RUNNING", "UPSCALING", running=0), (None, False, False)),
     ],
@@ -124,7 +124,7 @@ def test_after_the_interval_the_controller_is_asked_again():
         assert watch.why_not_ready("m") is None
         controller.statuses = {"m": HEALTHY}
         await watch.look(["m"])
-        assert watch.why_not_ready("m") == "no replica is running"
+        assert watch.why_not_ready("m") == "its replicas do not report"
 
     asyncio.run(main())
 
