@@ -4,6 +4,8 @@ import ast
 import json
 import re
 import subprocess
+import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,10 @@ from tests.support.readme_blocks import ADDRESS, ROOT, Block, blocks, environmen
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("[a-z]*/README.md"))]
 PAGES += [ROOT / folder / "README.md" for folder in ("serve_app/images", "tests/bench", "tests/clients")]
+PAGES += [ROOT / "engines" / "DECISIONS.md", ROOT / "serve_app" / "config" / "OPTIONS.md"]
+PACKAGES = ("serve_app", "engines", "renderers", "cluster", "tests")
+OF_OTHERS = {"chat_template.jinja", "checkpoint.json", "extra-openai-models.yaml"}
+"""Files that checkpoints and clients have."""
 # What runs a block of each kind; a block of any other kind would be run by nothing.
 KINDS = {
     ("bash", "setup"): "test_demo_service.py",
@@ -80,11 +86,49 @@ def test_every_link_within_the_project_leads_to_a_file(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_every_file_and_folder_in_backticks_exists() -> None:
-    tree = re.findall(r"`((?:serve_app|engines|renderers|cluster|tests)/[\w/.]*|[\w.]+\.(?:yaml|txt|toml))`", README)
-    elsewhere = {"checkpoint.json"}
-    assert len(tree) > 8
-    assert [name for name in tree if name not in elsewhere and not (ROOT / name).exists()] == []
+@cache
+def tree() -> list[str]:
+    """Every file and folder of the packages, from the root, each between slashes."""
+    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*") if "node_modules" not in path.parts)
+    return [f"/{path.relative_to(ROOT)}/" for path in files]
+
+
+def is_there(name: str, page: Path) -> bool:
+    """From the root, or anywhere below the page's folder: pages leave out what their readers know."""
+    below = f"/{page.parent.relative_to(ROOT)}/".replace("/./", "/")
+    return (ROOT / name).exists() or any(
+        path.startswith(below) and path.endswith(f"/{name.rstrip('/')}/") for path in tree()
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_and_folder_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    in_backticks = re.findall(r"`([\w.][\w./-]*(?:/|\.(?:py|md|sh|yaml|toml|txt|json|js|jinja)))`", text)
+    from_the_root = re.findall(rf"(?<![\w/.])((?:{'|'.join(PACKAGES)})/[\w./-]*\w)", text)
+    assert [name for name in {*in_backticks, *from_the_root} - OF_OTHERS if not is_there(name, page)] == []
+
+
+def rooms_on_the_page_of(package: str) -> list[set[str]]:
+    """By row of its table."""
+    page = (ROOT / package / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\n\| rooms? \|[^\n]*\n\|---[^\n]*\n(.*?)\n\n", page, re.DOTALL)
+    return [set(re.findall(r"`(\w+)(?:/[\w/]*)?`", row.split("|")[1])) for row in table.splitlines()]
+
+
+def rooms_that_are_enforced(package: str) -> list[set[str]]:
+    """By layer; import-linter finds those that a list lacks."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract.get("containers") == [package]]
+    return [set(layer.split(" | ")) for layer in layers]
+
+
+def test_the_rooms_of_the_service_stand_in_the_order_that_is_enforced() -> None:
+    assert rooms_on_the_page_of("serve_app") == rooms_that_are_enforced("serve_app")
+
+
+def test_the_page_on_the_engine_names_every_room() -> None:
+    assert set().union(*rooms_on_the_page_of("engines")) == set().union(*rooms_that_are_enforced("engines"))
 
 
 MAKE_BLOCKS = [block for tag in ("setup", "example", "develop") for block in blocks(tag)]
@@ -112,5 +156,7 @@ def test_the_pages_name_no_path_of_a_machine() -> None:
 
 def test_the_page_on_tests_names_every_file_of_support() -> None:
     page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\n\| `support/` \|.*?\n\n", page, re.DOTALL)
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     files = {path.name for path in (ROOT / "tests" / "support").glob("*.py")} - {"__init__.py"}
-    assert files - set(re.findall(r"`(\w+\.py)`", page)) == set()
+    assert set(re.findall(r"`(\w+\.py)`", " ".join(rows))) == files
