@@ -19,11 +19,13 @@ class Daemons:
     @staticmethod
     def find() -> "Daemons | None":
         """The daemons among this process's descendants; None unless all of them run."""
-        pids = {}
+        pids: dict[str, int] = {}
         for pid in descendants():
             name = PurePath(next(iter(command_line(pid)), "")).name
             if name in _NAMES:
-                pids[name] = pid
+                # The nearest one. A worker that a daemon starts has the daemon's command line until it executes its
+                # own; it ends soon, and the service would end with it.
+                pids.setdefault(name, pid)
         return Daemons(pids) if pids.keys() == _NAMES.keys() else None
 
     def lost(self) -> str | None:
