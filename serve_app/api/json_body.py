@@ -15,9 +15,9 @@ import numpy as np
 from pydantic_core import from_json
 
 from serve_app.api.ignored_fields import Known
-from serve_app.api.json_structure import COLON, Structure
 from serve_app.api.prompt_limits import LONGEST_WINDOW, too_long
 from serve_app.errors import InvalidRequest
+from serve_app.json_structure import COLON, Structure
 
 JsonObject = dict[str, object]
 
