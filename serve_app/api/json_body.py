@@ -128,7 +128,7 @@ class _Cutter:
         elif (inner := names[name]) is not None:
             if after - colon > 1 and structure.is_opening(colon + 1):
                 self.cut(colon + 1, after - 1, inner)
-        elif name in _TOKEN_LISTS:
+        elif name in _TOKEN_LISTS and structure.is_opening(colon + 1):
             count = structure.num_commas(colon, after) + 1
             if count > self.longest_context:
                 path = "prompt" if name == "prompt" else "prompt_chunks"

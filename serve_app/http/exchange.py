@@ -84,12 +84,16 @@ class Exchange:
 
     async def _send_body(self, message: Message) -> None:
         self.waits_for_client = True
+        began_at = time.monotonic()
         await self.send(message)
+        self.record.client_s += time.monotonic() - began_at
         self.waits_for_client = False
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the status line and all headers, including those of every response."""
         common = {"x-request-id": self.record.request_id} | self.extra_headers
+        if self.record.endpoint:
+            common["x-endpoint"] = self.record.endpoint
         if self.ticket is not None and self.ticket.ignored_fields.names:
             common["x-ignored-fields"] = _names(self.ticket.ignored_fields)
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (common | dict(headers)).items()]

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from serve_app.api.answer import Answer
+from serve_app.api.relayed import RelayedAnswer
 from serve_app.errors import HttpError
 from serve_app.http.exchange import Exchange
 
@@ -30,6 +31,15 @@ async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -
             if content:
                 await events.write(content)
     await exchange.end(answer.chunks.end(answer.reply.usage))
+
+
+async def send_relayed(exchange: Exchange, answer: RelayedAnswer, keep_alive_s: float) -> None:
+    """Send the events of a remote endpoint, and `[DONE]`. Raises `UpstreamLost`; then call `send_failure`."""
+    await exchange.start(200, HEADERS)
+    async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.events()) as relayed:
+        async for content in relayed:
+            await events.write(content)
+    await exchange.end(answer.end())
 
 
 async def send_failure(exchange: Exchange, error: HttpError) -> None:

@@ -178,7 +178,7 @@ def test_revocation_waits_for_nothing_that_is_still_being_loaded(model_folders: 
         await asyncio.gather(first, second)
         assert len(service.settings.keyring) == 1
         assert list(service.settings.catalog.models) == [CHAT, PLAIN, BASE]
-        service.close()
+        await service.close()
 
     asyncio.run(change())
 
@@ -211,7 +211,7 @@ def test_without_a_store_a_checkpoint_may_be_there_later(model_folders: dict[str
         with pytest.raises(CheckpointUnavailable):
             await service.settings.catalog.resolve(PATH, caller)
         assert await service.settings.catalog.checkpoints_of(caller) == ([], False)
-        service.close()
+        await service.close()
 
     asyncio.run(ask())
 
