@@ -130,8 +130,9 @@ async def _first(
             return _Begun(endpoint, attempt, answer)
         finally:
             attempt.abandoned()
-    failed = " and ".join(map(repr, ticket.record.passed_over)) or "others are being tried again"
-    raise NoEndpoint(f"No endpoint of {slug.id!r} answered now: {failed}.")
+    failed = " and ".join(map(repr, ticket.record.passed_over))
+    reason = f"{failed} failed" if failed else "one request at a time tries it again"
+    raise NoEndpoint(f"No endpoint of {slug.id!r} answered now: {reason}.")
 
 
 def _pass_over(ticket: Ticket, exc: Exception) -> None:
