@@ -11,7 +11,7 @@ from engines.errors import EngineStopped, NonFiniteLogits, QueueFull
 from engines.protocol import GenerateRequest
 from serve_app.api.record import Outcome
 from tests.support.harness import BASE, CHAT, KEY, PLAIN, RunningEdge, StoredCheckpoint
-from tests.support.slug_fixtures import (
+from tests.support.slugs import (
     SLUG,
     Sell,
     ask,
