@@ -60,6 +60,14 @@ def endpoint_of(response: httpx.Response) -> str | None:
     return response.headers.get("x-endpoint")
 
 
+def listed(edge: RunningEdge, name: str = SLUG, *, secret: str = KEY) -> Any:
+    """What GET /models/{slug}/endpoints shows."""
+    with edge.http(secret) as client:
+        response = client.get(f"/models/{name}/endpoints")
+    assert response.status_code == 200, response.text
+    return response.json()["data"]
+
+
 @dataclass
 class ManualClock:
     now: float = 1000.0

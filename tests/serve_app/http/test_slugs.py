@@ -17,6 +17,7 @@ from tests.support.slugs import (
     ask,
     ask_chat,
     endpoint_of,
+    listed,
     local,
     priced,
     slug,
@@ -341,13 +342,6 @@ def test_after_the_first_byte_there_is_no_fallback_but_an_error_event(edge: Runn
 
 
 # --- listings, and who may use what ---
-
-
-def listed(edge: RunningEdge, name: str = SLUG, *, secret: str = KEY) -> Any:
-    with edge.http(secret) as client:
-        response = client.get(f"/models/{name}/endpoints")
-    assert response.status_code == 200, response.text
-    return response.json()["data"]
 
 
 def test_the_endpoints_are_listed_with_prices_and_health_and_nothing_else(edge: RunningEdge, sell: Sell) -> None:
