@@ -1,16 +1,18 @@
 """The structure of a JSON text, found without parsing its values: positions of brackets, commas and colons, with their
 depth.
 
-It takes a few numpy passes over pieces of the text. So it is linear, needs at most ten bytes for each of those
+Finding it takes a few numpy passes over pieces of the text. So it is linear, needs at most ten bytes for each of those
 characters, and lets other threads run. It does not check the text: malformed JSON has a structure too.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import from_json
 
 _PIECE_BYTES = 1 << 20
 _QUOTE, _BACKSLASH, COMMA, COLON = b'"\\,:'
@@ -74,6 +76,46 @@ class Structure:
         """How many values there are between two separators, those within others included."""
         kinds = self.kinds[before + 1 : after]
         return 1 + self.num_commas(before, after) + int(np.count_nonzero((kinds == _LIST) | (kinds == _OBJECT)))
+
+
+def members(text: bytes) -> dict[str, bytes]:
+    """The values of a JSON object by name; of a repeated name the last one. `text` must be valid."""
+    return {name: text[colon + 1 : end] for name, _, colon, end in _members(text, Structure.of(text))}
+
+
+def edited(text: bytes, changes: Mapping[str, bytes | None]) -> bytes:
+    """A JSON object with other values for some of its own members; None removes one. All others keep their bytes. A
+    name of `changes` that is repeated is left once. `text` must be valid.
+    """
+    structure = Structure.of(text)
+    opening, closing = (int(structure.positions[index]) for index in (0, -1))
+    missing = dict(changes)
+    parts = []
+    for name, start, _, end in _members(text, structure):
+        if name not in changes:
+            parts.append(text[start:end])
+        elif (value := missing.pop(name, None)) is not None:
+            parts.append(_member(name, value))
+    parts += [_member(name, value) for name, value in missing.items() if value is not None]
+    return text[: opening + 1] + b",".join(parts) + text[closing:]
+
+
+def _members(text: bytes, structure: Structure) -> Iterator[tuple[str, int, int, int]]:
+    """For each member of an object its name, and where it starts, has its colon, and ends."""
+    for before, after in structure.items(0, len(structure.positions) - 1):
+        if after > before + 1:  # else the object is empty
+            start, colon, end = (int(structure.positions[index]) for index in (before, before + 1, after))
+            yield _name(text[start + 1 : colon]), start + 1, colon, end
+
+
+def _member(name: str, value: bytes) -> bytes:
+    return b"%b:%b" % (json.dumps(name).encode(), value)
+
+
+def _name(text: bytes) -> str:
+    if b"\\" in text:
+        return str(from_json(text))
+    return text.strip().strip(b'"').decode()
 
 
 class _Strings:

@@ -82,10 +82,12 @@ class UpstreamConfig(Section):
     takes: Annotated[Takes, Doc("What it understands.")] = Takes()
     connect_timeout_s: Annotated[Seconds, Doc("Longest wait for a connection.")] = 5.0
     first_byte_timeout_s: Annotated[
-        Seconds, Doc("Longest wait for the first event, or for a whole reply, from the start of the request.")
+        Seconds, Doc("Longest wait for the first event of a stream, from the start of the request.")
     ] = 60.0
     idle_timeout_s: Annotated[Seconds, Doc("Longest silence between two events; comments do not count.")] = 60.0
-    total_timeout_s: Annotated[Seconds, Doc("Longest reply.")] = 3600.0
+    total_timeout_s: Annotated[
+        Seconds, Doc("Longest stream after its first event, and longest wait for a whole reply.")
+    ] = 3600.0
 
     @model_validator(mode="after")
     def _at_a_public_address(self) -> Self:
