@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from serve_app.api.record import RequestRecord
+from serve_app.errors import UpstreamLost
 from serve_app.marketplace.relay import Relay
 from serve_app.marketplace.upstream import UpstreamReply
 
@@ -21,8 +22,14 @@ class RelayedAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events as they come, all but the last ones. The caller closes it."""
         while events := await self.reply.read():
-            content = self.relay.pass_on(events)
-            if content:
+            pieces: list[bytes] = []
+            try:
+                for event in events:
+                    pieces.append(self.relay.pass_on((event,)))
+            except UpstreamLost:
+                yield b"".join(pieces)  # what came before the failure, in the same packet
+                raise
+            if content := b"".join(pieces):
                 yield content
 
     def end(self) -> bytes:

@@ -182,12 +182,17 @@ class Handlers:
         return open_again(edge, ticket, request.body, operation.prepare, requested_model(request.body, ticket.caller))
 
     async def _answer(self, exchange: Exchange, opened: AbstractAsyncContextManager[Answer | RelayedAnswer]) -> None:
+        """What generates is closed before the last bytes are sent: the client may read slowly, or leave with them."""
         async with opened as answer:
             exchange.record.first_token_s = exchange.elapsed_s()
             try:
-                await self._send(exchange, answer)
+                last = await self._send(exchange, answer)
             finally:
                 answer.note(exchange.record)
+        if answer.stream:
+            await exchange.end(last)
+        else:
+            await exchange.send_content(200, last)
 
     def _edge(self) -> Edge:
         service, settings = self._service, self._service.settings
@@ -201,13 +206,13 @@ class Handlers:
             settings.images,
         )
 
-    async def _send(self, exchange: Exchange, answer: Answer | RelayedAnswer) -> None:
+    async def _send(self, exchange: Exchange, answer: Answer | RelayedAnswer) -> bytes:
+        """Send a stream but for its last events; returns what is left to send."""
         if not answer.stream:
-            await exchange.send_content(200, await answer.whole())
-        elif isinstance(answer, Answer):
-            await send_answer(exchange, answer, self._service.keep_alive_s)
-        else:
-            await send_relayed(exchange, answer, self._service.keep_alive_s)
+            return await answer.whole()
+        if isinstance(answer, Answer):
+            return await send_answer(exchange, answer, self._service.keep_alive_s)
+        return await send_relayed(exchange, answer, self._service.keep_alive_s)
 
 
 class _Endpoint:

@@ -19,8 +19,10 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _LAST_WORDS_TIMEOUT_S = 5.0  # for a client that no longer reads
 
 
-async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -> None:
-    """Send all parts as events, and `[DONE]`. Raises what `Answer.parts` raises; then call `send_failure`."""
+async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -> bytes:
+    """Send all parts as events; returns the last events, up to `[DONE]`. Raises what `Answer.parts` raises; then call
+    `send_failure`.
+    """
     await exchange.start(200, HEADERS)
     async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.parts()) as parts:
         beginning = answer.chunks.begin()
@@ -30,16 +32,16 @@ async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -
             beginning = b""
             if content:
                 await events.write(content)
-    await exchange.end(answer.chunks.end(answer.reply.usage))
+    return answer.chunks.end(answer.reply.usage)
 
 
-async def send_relayed(exchange: Exchange, answer: RelayedAnswer, keep_alive_s: float) -> None:
-    """Send the events of a remote endpoint, and `[DONE]`. Raises `UpstreamLost`; then call `send_failure`."""
+async def send_relayed(exchange: Exchange, answer: RelayedAnswer, keep_alive_s: float) -> bytes:
+    """The same for a remote endpoint. Raises `UpstreamLost`; then call `send_failure`."""
     await exchange.start(200, HEADERS)
     async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.events()) as relayed:
         async for content in relayed:
             await events.write(content)
-    await exchange.end(answer.end())
+    return answer.end()
 
 
 async def send_failure(exchange: Exchange, error: HttpError) -> None:

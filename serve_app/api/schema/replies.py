@@ -233,10 +233,12 @@ class VersionReply(TypedDict):
 
 
 class ErrorDetail(TypedDict):
-    """`param` is the path of the invalid request field; `code` is more specific than the status."""
+    """`type`: `invalid_request_error`, `authentication_error`, `rate_limit_error`, `server_error`, or a remote endpoint's
+    own. `param` is the path of the invalid request field; `code` is more specific than the status.
+    """
 
     message: str
-    type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+    type: str
     param: str | None
     code: str | None
 
