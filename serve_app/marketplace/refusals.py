@@ -50,8 +50,18 @@ def error_of(value: JsonObject) -> JsonObject | None:
 def _error_in(body: bytes) -> JsonObject:
     value = parsed(body)
     if value is None:
-        return {}
-    return error_of(value) or {"message": value.get("message") or value.get("detail")}
+        text = body.decode(errors="replace").strip()
+        return {"message": text} if text.isprintable() and not text.startswith(("{", "[", "<")) else {}
+    return error_of(value) or {"message": value.get("message") or _detail(value.get("detail"))}
+
+
+def _detail(detail: object) -> object:
+    """FastAPI gives a list for invalid fields."""
+    first = detail[0] if isinstance(detail, list) and detail else None
+    if not isinstance(first, dict):
+        return detail
+    place = first.get("loc")
+    return f"{'.'.join(map(str, place[1:])) if isinstance(place, list) else ''}: {first.get('msg')}".removeprefix(": ")
 
 
 def _refused(status: int, error: JsonObject, secret: Secret) -> UpstreamRefused:
