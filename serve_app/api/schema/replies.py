@@ -233,8 +233,8 @@ class VersionReply(TypedDict):
 
 
 class ErrorDetail(TypedDict):
-    """`type`: `invalid_request_error`, `authentication_error`, `rate_limit_error`, `server_error`, or a remote endpoint's
-    own. `param` is the path of the invalid request field; `code` is more specific than the status.
+    """`type`: `invalid_request_error`, `authentication_error`, `rate_limit_error` or `server_error`; or a word of a
+    remote endpoint. `param`: the path of the invalid request field. `code`: more specific than the status.
     """
 
     message: str
