@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _Opened = AbstractAsyncContextManager[Answer | RelayedAnswer]
 
 _BYTES_PER_TOKEN = 4  # of a prompt that only the upstream counts
-_MOST_TOKENS = 1 << 30  # of a reply whose limit only the upstream knows
+_MOST_TOKENS = 1 << 15  # of a reply that only the upstream limits: few are longer
 _HELD_UP_PART = 0.1
 
 _FAILURES: Final = (
@@ -182,7 +182,8 @@ async def _open_remote(
 ) -> AsyncIterator[RelayedAnswer]:
     content = request.content
     ticket.record.about_remote(upstream.config.model, streamed=request.stream)
-    ticket.reserve(len(content) // _BYTES_PER_TOKEN, request.body.most_tokens, _MOST_TOKENS)
+    asked = request.body.most_tokens
+    ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or _MOST_TOKENS)
     cost_us = len(content) * PARSE_US_PER_BYTE
     body = await edge.workers.run(cost_us, outgoing, content, upstream.config, stream=request.stream)
     ticket.hold(len(body))
