@@ -30,6 +30,9 @@ KINDS = {
     ("bash", "change"): "test_launch.py: it is what `up` prints, and test_up.py runs that",
     ("bash", "develop"): ".ci/run and below",
     ("yaml", "config"): "below",
+    ("yaml", "marketplace"): "test_marketplace.py",
+    ("python", "marketplace"): "test_marketplace.py",
+    ("bash", "marketplace"): "test_marketplace.py",
     ("json", "checkpoint"): "below",
     ("mermaid", ""): "below",
 }
