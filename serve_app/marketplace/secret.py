@@ -15,6 +15,7 @@ class Secret:
         """None: there is nothing to hide."""
         self._key = key or ""
         self._bytes = self._key.encode()
+        self._has_short_escapes = any(each in self._key for each in '"\\/')
         self._escaped = re.compile(b"".join(map(_spellings, self._bytes)))
 
     def hide_in(self, text: str) -> str:
@@ -23,7 +24,7 @@ class Secret:
     def hide_in_json(self, content: bytes) -> bytes:
         if not self._key:
             return content
-        if b"\\" in content:
+        if b"\\u00" in content or (self._has_short_escapes and b"\\" in content):
             return self._escaped.sub(_SHOWN.encode(), content)
         return content.replace(self._bytes, _SHOWN.encode())
 

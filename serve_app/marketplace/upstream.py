@@ -21,6 +21,7 @@ from serve_app.marketplace.events import Event, Events, EventTooLong
 from serve_app.marketplace.refusals import error_of, error_status, judged
 from serve_app.marketplace.relay import DONE, parsed
 from serve_app.marketplace.secret import Secret
+from serve_app.marketplace.watch import Watch
 from serve_app.public_addresses import NotPublic, PublicResolver
 
 _READ_BUFFER_BYTES: Final = 1 << 16
@@ -41,9 +42,8 @@ class UpstreamReply:
     def __init__(self, response: aiohttp.ClientResponse, config: UpstreamConfig, secret: Secret) -> None:
         self.content = b""
         self._response = response
-        self._idle_timeout_s = config.idle_timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._ends_at = self._loop.time() + config.total_timeout_s
+        ends_at = asyncio.get_running_loop().time() + config.total_timeout_s
+        self._watch = Watch(config.idle_timeout_s, ends_at, response.close)
         self._secret = secret
         self._events = Events()
         self._next: list[Event] = []  # came, and were not read yet
@@ -92,18 +92,22 @@ class UpstreamReply:
                 async with asyncio.timeout(_DRAIN_TIMEOUT_S):
                     await read_at_most(self._response, _READ_BUFFER_BYTES)
 
+    def close(self) -> None:
+        self._watch.close()
+        self._response.close()  # if it was read to its end, its connection is in the pool already
+
     async def _receive_in_time(self) -> None:
-        idle_until = self._loop.time() + self._idle_timeout_s
+        self._watch.wait_begins()
         try:
-            async with asyncio.timeout_at(min(self._ends_at, idle_until)):
-                await self._receive()
-        except TimeoutError as exc:
-            what = "was silent for too long" if idle_until < self._ends_at else "took too long in all"
-            raise UpstreamLost(f"The upstream {what}.") from exc
+            await self._receive()
         except _BROKEN as exc:
+            if self._watch.late:
+                raise UpstreamLost(f"The upstream {self._watch.late}.") from exc
             raise UpstreamLost(f"The connection to the upstream broke: {type(exc).__name__}.") from exc
         except EventTooLong as exc:
             raise UpstreamLost(f"The upstream sent too much: {exc}.") from exc
+        finally:
+            self._watch.wait_ends()
 
     async def _receive(self) -> None:
         while not self._next and not self._is_over:
@@ -139,12 +143,12 @@ class Upstream:
         """
         self._num_open += 1
         try:
-            response, reply = await self._begun(path, body, stream=stream)
+            reply = await self._begun(path, body, stream=stream)
             try:
                 yield reply
                 await reply.drain()
             finally:
-                response.close()  # if it was read to its end, its connection is in the pool already
+                reply.close()
         finally:
             self._num_open -= 1
             await self._close_if_unused()
@@ -159,13 +163,13 @@ class Upstream:
             session, self._session = self._session, None
             await session.close()
 
-    async def _begun(self, path: str, body: bytes, *, stream: bool) -> tuple[aiohttp.ClientResponse, UpstreamReply]:
+    async def _begun(self, path: str, body: bytes, *, stream: bool) -> UpstreamReply:
         limit_s = self.config.first_byte_timeout_s if stream else self.config.total_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 response = await self._post(path, body, _STREAM if stream else "application/json")
                 try:
-                    return response, await self._judged(response, stream=stream)
+                    return await self._judged(response, stream=stream)
                 except BaseException:
                     response.close()
                     raise
