@@ -14,7 +14,7 @@ from typing import Final
 from pydantic_core import from_json
 
 from serve_app.errors import UpstreamLost
-from serve_app.json_structure import edited
+from serve_app.json_structure import Structure, edited, without_collections
 from serve_app.marketplace.events import Event
 from serve_app.marketplace.secret import Secret
 
@@ -26,6 +26,9 @@ _NULL_USAGE: Final = re.compile(rb',\s*"usage"\s*:\s*null(?=[^{}\[\]]*\}\s*\Z)')
 _CHARACTERS_PER_TOKEN: Final = 4
 _MOST_CHOICES: Final = 1024
 _MOST_TOKENS: Final = 2**31
+MAX_WHOLE_VALUES: Final = 1_000_000  # of a whole reply, whose log-probabilities come together
+_MAX_VALUES: Final = 100_000  # of an event
+_SMALL_BYTES: Final = 1 << 16  # has fewer values
 _COMMON: Final = ("id", "object", "created")  # to all chunks of a reply
 _TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
@@ -97,7 +100,9 @@ class Relay:
     def whole(self, content: bytes) -> bytes:
         """What the client gets for a whole reply."""
         content = self._secret.hide_in_json(content)
-        choices = _choices(value := from_json(content))
+        value = parsed(content, max_values=MAX_WHOLE_VALUES)
+        assert value is not None, "the upstream's client checked it"
+        choices = _choices(value)
         self._note(value, choices)
         self._num_guessed = -(-sum(map(_text_length, choices)) // _CHARACTERS_PER_TOKEN)
         return edited(content, {"model": self._model})
@@ -109,7 +114,7 @@ class Relay:
         content = self._secret.hide_in_json(event.data)
         value = parsed(content)
         if value is None:
-            raise UpstreamLost("The upstream sent an event that is no JSON object.")
+            raise UpstreamLost("The upstream sent an event that is no JSON object, or has too many values.")
         if event.name == b"error" or value.get("error"):
             raise UpstreamLost("The upstream sent an error during the reply.")
         choices = _choices(value)
@@ -161,10 +166,16 @@ class Relay:
         return json.dumps(chunk, separators=(",", ":")).encode()
 
 
-def parsed(content: bytes) -> JsonObject | None:
-    """None if it is no JSON object."""
+def parsed(content: bytes, *, max_values: int = _MAX_VALUES) -> JsonObject | None:
+    """None if it is no JSON object, or has too many values: reading them would block all other requests."""
     try:
-        value = from_json(content)
+        if len(content) <= _SMALL_BYTES:
+            value = from_json(content)
+        elif Structure.of(content).num_values_in_all > max_values:
+            return None
+        else:
+            with without_collections():
+                value = from_json(content)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

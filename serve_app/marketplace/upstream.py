@@ -19,7 +19,7 @@ from serve_app.config.marketplace import UpstreamConfig
 from serve_app.errors import UpstreamFailed, UpstreamLost
 from serve_app.marketplace.events import Event, Events, EventTooLong
 from serve_app.marketplace.refusals import error_of, error_status, judged
-from serve_app.marketplace.relay import DONE, parsed
+from serve_app.marketplace.relay import DONE, MAX_WHOLE_VALUES, parsed
 from serve_app.marketplace.secret import Secret
 from serve_app.marketplace.watch import Watch
 from serve_app.public_addresses import NotPublic, PublicResolver
@@ -67,7 +67,7 @@ class UpstreamReply:
             raise UpstreamFailed("The upstream sent an empty stream.")
         value = parsed(first.data)
         if value is None:
-            raise UpstreamFailed("The upstream sent an event that is no JSON object.")
+            raise UpstreamFailed("The upstream sent an event that is no JSON object, or has too many values.")
         error = error_of(value) or (value if first.name == b"error" else None)
         if error is not None:
             raise judged(error_status(error), first.data, self._secret)
@@ -77,9 +77,9 @@ class UpstreamReply:
         content = await read_at_most(self._response, _MAX_WHOLE_BYTES + 1)
         if len(content) > _MAX_WHOLE_BYTES:
             raise UpstreamFailed(f"The upstream sent more than {_MAX_WHOLE_BYTES} bytes.")
-        value = parsed(content)
+        value = parsed(content, max_values=MAX_WHOLE_VALUES)
         if value is None:
-            raise UpstreamFailed("The upstream sent a reply that is no JSON object.")
+            raise UpstreamFailed("The upstream sent a reply that is no JSON object, or has too many values.")
         if (error := error_of(value)) is not None:
             raise judged(error_status(error), content, self._secret)
         self.content = content
@@ -103,7 +103,7 @@ class UpstreamReply:
         except _BROKEN as exc:
             if self._watch.late:
                 raise UpstreamLost(f"The upstream {self._watch.late}.") from exc
-            raise UpstreamLost(f"The connection to the upstream broke: {type(exc).__name__}.") from exc
+            self._is_over = True  # `Relay.end` tells whether the reply was complete by then
         except EventTooLong as exc:
             raise UpstreamLost(f"The upstream sent too much: {exc}.") from exc
         finally:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from serve_app.marketplace.outgoing import outgoing
 from serve_app.marketplace.relay import Relay, Used
 from serve_app.marketplace.upstream import Upstream
 from tests.support.bad_ports import closed_port, silent_port
+from tests.support.certificates import self_signed
 from tests.support.upstream import Received, running_upstream
 from tests.support.upstream import Upstream as Server
 from tests.support.upstream_behaviours import LARGE
-from tests.support.upstream_replies import TEXTS, Close, Forever, Stream, head, says
+from tests.support.upstream_replies import TEXTS, Act, Close, Forever, Reset, Stream, head, says
 from tests.support.waiting import eventually
 
 KEY = "sk-of-the-upstream"
@@ -201,10 +203,10 @@ def test_a_refusal_of_the_request_passes_through(server: Server, name: str, stat
     ("name", "reason"),
     [
         ("error-mid", "The upstream sent an error during the reply."),
-        ("cut", "The connection to the upstream broke: ClientPayloadError."),
+        ("cut", "The upstream ended its stream before the reply was complete."),
         ("cut-no-length", "The upstream ended its stream before the reply was complete."),
-        ("cut-in-event", "The connection to the upstream broke: ClientPayloadError."),
-        ("reset", "The connection to the upstream broke: ClientPayloadError."),
+        ("cut-in-event", "The upstream ended its stream before the reply was complete."),
+        ("reset", "The upstream ended its stream before the reply was complete."),
         ("hang", "The upstream was silent for too long."),
         ("stall", "The upstream was silent for too long."),
         ("comments-for-ever", "The upstream was silent for too long."),
@@ -221,6 +223,28 @@ def test_a_failure_after_the_first_event_loses_the_rest_only(server: Server, nam
     assert client.text
     assert "".join(TEXTS).startswith(client.text)
     assert b"[DONE]" not in client.got
+
+
+@pytest.mark.parametrize("end", [Close(), Reset()])
+def test_a_connection_that_breaks_after_the_reply_was_complete_loses_nothing(server: Server, end: Act) -> None:
+    server.behaves(Stream(usage="never", done=False, until=4, then=(end,)))
+    client = Client()
+    client.ask_once(server.url)
+    assert client.text == "".join(TEXTS)
+    assert client.got.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_event_of_too_many_values_is_not_read(server: Server) -> None:
+    server.behaves(Stream(until=1, then=('{"choices":[],"a":[' + "[]," * 100_000 + "1]}",)))
+    with pytest.raises(UpstreamLost, match="or has too many values"):
+        Client().ask_once(server.url)
+
+
+def test_a_certificate_that_nobody_vouches_for_is_not_trusted(tmp_path: Path) -> None:
+    with running_upstream(certificate=self_signed(tmp_path, "localhost")) as server:
+        with pytest.raises(UpstreamFailed, match="ClientConnectorCertificateError"):
+            Client().ask_once(server.url.replace("127.0.0.1", "localhost"))
+        assert server.received == []
 
 
 def test_a_reply_has_an_end(server: Server) -> None:
