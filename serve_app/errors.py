@@ -11,6 +11,7 @@
     │   ├── BodyTooLarge
     │   ├── UnsupportedMediaType
     │   ├── ReplyRefused               the reply broke `tool_choice` or `parallel_tool_calls`
+    │   ├── UpstreamRefused            an upstream refused the request; it chose status and message
     │   └── ClientTooSlow              the reply was there, and was not read
     ├── LimitReached               the key's limits; nothing was run
     ├── CheckpointError
@@ -24,6 +25,9 @@
         ├── ReplicaLost                a replica died with this request
         ├── ImagesUnavailable          no process that prepares images is up, or all are too slow
         ├── ImagesOverloaded           too many images are being prepared
+        ├── NoEndpoint                 no endpoint of a slug is up, or all cost more than the request allows
+        ├── UpstreamFailed             an upstream failed before its first byte; another endpoint may be asked
+        ├── UpstreamLost               an upstream failed during its reply
         ├── NotReady                   asked for readiness
         ├── FirstTokenTimeout
         └── TotalTimeout
@@ -95,6 +99,18 @@ class ReplyRefused(RequestError):
     """The model's reply broke a rule that the request set."""
 
 
+class UpstreamRefused(RequestError):
+    """An upstream refused the request for a fault of the caller, with a status that clients do not retry. Status and
+    words are the upstream's, without its key.
+    """
+
+    def __init__(self, message: str, param: str | None, code: str | None, status: int, kind: str) -> None:
+        super().__init__(message, param, code)
+        self.args = (message, param, code, status, kind)
+        self.status = status
+        self.kind = kind
+
+
 class ClientTooSlow(RequestError):
     """The client did not read the reply in time. Its status has been sent by then, so this error appears in the
     stream's last event, the log and the metrics.
@@ -159,6 +175,24 @@ class ImagesOverloaded(ServingError):
     """Too many images are being prepared; nothing was run."""
 
 
+class NoEndpoint(ServingError):
+    """No endpoint of the slug can be used now; the message says why."""
+
+
+class UpstreamFailed(ServingError):
+    """A remote endpoint failed before its first byte. The message is for the log. `retry_after_s`: what it asked for;
+    0 if nothing.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+
+class UpstreamLost(ServingError):
+    """A remote endpoint failed during its reply. The message is for the log."""
+
+
 class NotReady(ServingError):
     """A base model that must be ready cannot produce a token now."""
 
@@ -216,6 +250,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     BodyTooLarge: _Row(413, _INVALID, "request_too_large"),
     UnsupportedMediaType: _Row(415, _INVALID, "unsupported_media_type"),
     ReplyRefused: _Row(422, _INVALID, "tool_choice_violated"),
+    UpstreamRefused: _Row(400, _INVALID),  # or another status, the upstream's
     ClientTooSlow: _Row(400, _INVALID, "client_too_slow"),
     CheckpointRefused: _Row(422, _INVALID, "checkpoint_refused"),
     engine_errors.AdapterRefused: _Row(422, _INVALID, "checkpoint_refused"),
@@ -234,6 +269,9 @@ _TABLE: Mapping[type[Exception], _Row] = {
     ),
     ImagesUnavailable: _Row(503, _SERVER, "images_unavailable", "Images cannot be prepared now; try again.", 5),
     ImagesOverloaded: _Row(429, _RATE, "overloaded", retry_after_s=2),
+    NoEndpoint: _Row(503, _SERVER, "no_endpoint_available", retry_after_s=5),
+    UpstreamFailed: _Row(503, _SERVER, "upstream_failed", "The endpoint of this model failed; try again.", 2),
+    UpstreamLost: _Row(503, _SERVER, "upstream_failed", "The endpoint of this model failed during the reply.", 2),
     NotReady: _Row(503, _SERVER, "not_ready", retry_after_s=2),
     FirstTokenTimeout: _Row(503, _SERVER, "timeout", retry_after_s=5),
     TotalTimeout: _Row(503, _SERVER, "timeout"),
@@ -247,6 +285,8 @@ def to_http(exc: BaseException) -> HttpError:
     row = next((_TABLE[kind] for kind in type(exc).__mro__ if kind in _TABLE), _OURS)
     headers = _retry_headers(exc, row)
     message = row.message or str(exc)
+    if isinstance(exc, UpstreamRefused):
+        return HttpError(exc.status, message, exc.kind, exc.param, exc.code, headers)
     return HttpError(row.status, message, row.type, _param(exc), _code(exc) or row.code, headers)
 
 

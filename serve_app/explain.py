@@ -17,7 +17,7 @@ _ALIKE = 0.7  # of 1: "sauce" and "source" are
 _PRIVATE: Final = frozenset(
     {"content", "text", "prompt", "prompt_chunks", "tokens", "reasoning_content"}
     | {"tool_calls", "function", "arguments", "image_url", "url"}
-    | {"sha256", "env", "file"}
+    | {"sha256", "env", "file", "key"}
 )
 _PRIVATE_AS_A_WHOLE: Final = frozenset({"messages", "keys"})
 _UNKNOWN_OF_KEY: Final = re.compile(r"keys\[\d+\]\.")

@@ -84,7 +84,7 @@ class Ingress:
         await self._watch.close()
         if self._listener is not None:
             await self._listener.close()
-        self._service.close()
+        await self._service.close()
 
     def _open_store(self, config: CheckpointsConfig) -> CheckpointStore:
         """Raises `ConfigRefused`."""

@@ -139,6 +139,17 @@ class IngressMetrics:
         self._adapter_tokens = exporter.counter(
             "roundhouse_adapter_completion_tokens", "Sampled tokens by adapter.", of_adapter
         )
+        of_endpoint = ("slug", "endpoint")
+        self._endpoint_requests = exporter.counter(
+            "roundhouse_endpoint_requests",
+            "Requests that an endpoint of a marketplace slug was tried for.",
+            (*of_endpoint, "outcome"),
+        )
+        self._endpoint_fallbacks = exporter.counter(
+            "roundhouse_endpoint_fallbacks",
+            "Requests that an endpoint failed for before its first byte, so that the next one was tried.",
+            of_endpoint,
+        )
         self._config_error = exporter.gauge(
             "roundhouse_config_error", "Parts of the last configuration that were refused, by section.", ("section",)
         )
@@ -158,6 +169,7 @@ class IngressMetrics:
         of_request = {"model": record.model, "key": record.key_name}
         self._requests.inc(1, of_request | outcome)
         self.store.record()
+        self._count_endpoints(record)
         if not record.model:
             return
         of_model = {"model": record.model}
@@ -172,6 +184,15 @@ class IngressMetrics:
             of_adapter = of_model | {"adapter": self._labels.use(record.adapter_digest)}
             self._adapter_requests.inc(1, of_adapter)
             _add(self._adapter_tokens, record.completion_tokens, of_adapter)
+
+    def _count_endpoints(self, record: "RequestRecord") -> None:
+        for name in record.passed_over:
+            of_endpoint = {"slug": record.slug, "endpoint": name}
+            self._endpoint_requests.inc(1, of_endpoint | {"outcome": "failed"})
+            self._endpoint_fallbacks.inc(1, of_endpoint)
+        if record.endpoint:
+            of_endpoint = {"slug": record.slug, "endpoint": record.endpoint}
+            self._endpoint_requests.inc(1, of_endpoint | {"outcome": record.outcome.value})
 
     def config_checked(self, refusals: Sequence[Refusal]) -> None:
         for section in SECTIONS:

@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 from engines.protocol import GenerateRequest, TokenDelta
 from serve_app.api.chunks import Chunks, ReplyHead
+from serve_app.api.record import RequestRecord
 from serve_app.api.reply import Reply, ReplyPart, WholeReply
 from serve_app.api.requests import ReplyOptions
 from serve_app.api.scores import Scored
@@ -16,6 +17,7 @@ from serve_app.api.tool_check import ToolCheck
 from serve_app.catalog.catalog import Catalog, ResolvedModel
 from serve_app.config.service import LimitsConfig
 from serve_app.images.preparing import Images
+from serve_app.marketplace.slugs import Marketplace
 from serve_app.replicas.generation import Generation, Replicas
 from serve_app.workers import Workers
 
@@ -25,14 +27,16 @@ _AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What a request needs: the catalogue and limits of one configuration, the replicas, the image preprocessing, and
-    threads.
+    """What a request needs: the catalogue, slugs and limits of one configuration, the replicas, the image
+    preprocessing, and threads. `now`: the same by the configuration of now.
     """
 
     catalog: Catalog
+    marketplace: Marketplace
     limits: LimitsConfig
     replicas: Replicas
     workers: Workers
+    now: Callable[[], "Edge"]
     images: Images | None = None
 
 
@@ -79,6 +83,10 @@ class Answer:
         return await self.workers.run(
             reply.scored.num_values * US_PER_SCORE, self.chunks.whole, reply, self.reply.usage
         )
+
+    def note(self, record: RequestRecord) -> None:
+        """Note the reply's progress."""
+        record.count(self.reply)
 
     async def _unchecked(self) -> AsyncGenerator[ReplyPart, None]:
         delta = self.generation.first

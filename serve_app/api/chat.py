@@ -3,12 +3,13 @@
 from renderers.base import PromptTooLong, RenderedPrompt
 from serve_app.api.answer import Edge, new_head
 from serve_app.api.chunks import ChatChunks
-from serve_app.api.opening import Prepared
+from serve_app.api.opening import Operation, Prepared
 from serve_app.api.prompt_images import prepare_images
 from serve_app.api.prompt_limits import at_least, check_conversation_length, too_long
 from serve_app.api.reply import Reply, TextReader
 from serve_app.api.requests import ChatRequest
 from serve_app.api.schema.chat import ChatBody
+from serve_app.api.schema.slug import SlugChatBody
 from serve_app.api.ticket import Ticket
 from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import generate_request, validate_chat
@@ -69,3 +70,6 @@ def _render(request: ChatRequest, target: ResolvedModel) -> RenderedPrompt:
         return request.renderer.render(request.conversation)
     except PromptTooLong as exc:
         raise too_long("messages", target.context_length, at_least(exc.num_tokens)) from exc
+
+
+CHATS = Operation("/chat/completions", ChatBody, SlugChatBody, prepare_chat)

@@ -2,13 +2,14 @@
 
 from serve_app.api.answer import Edge, new_head
 from serve_app.api.chunks import TextChunks
-from serve_app.api.opening import Prepared
+from serve_app.api.opening import Operation, Prepared
 from serve_app.api.prompt import PromptTokens, detokenize, tokenize, tokenize_for_echo
 from serve_app.api.prompt_images import prepare_images
 from serve_app.api.prompt_limits import check_prompt_length
 from serve_app.api.reply import Reply, TextReader, UnformattedParser
 from serve_app.api.requests import CompletionRequest, ToolRules
 from serve_app.api.schema.completion import CompletionBody
+from serve_app.api.schema.slug import SlugCompletionBody
 from serve_app.api.ticket import Ticket
 from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import generate_request, validate_completion
@@ -65,3 +66,6 @@ async def _prompt(request: CompletionRequest, target: ResolvedModel, workers: Wo
         cost_us = len(request.prompt) * DETOKENIZE_US_PER_TOKEN
         return await workers.run(cost_us, detokenize, request.prompt, target.model.table)
     return PromptTokens(request.prompt)
+
+
+COMPLETIONS = Operation("/completions", CompletionBody, SlugCompletionBody, prepare_completion)

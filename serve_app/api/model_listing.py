@@ -1,33 +1,59 @@
-"""The bodies of GET /models and GET /models/{id}."""
+"""The bodies of GET /models, GET /models/{id} and GET /models/{slug}/endpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from decimal import Decimal
 
 from serve_app.access.auth import Caller
-from serve_app.api.schema.replies import CheckpointReply, ModelList, ModelReply
-from serve_app.catalog.catalog import Catalog, ListedCheckpoint
+from serve_app.api.answer import Edge
+from serve_app.api.local_endpoints import not_ready
+from serve_app.api.schema.replies import (
+    CheckpointReply,
+    EndpointList,
+    EndpointReply,
+    ModelList,
+    ModelReply,
+    PriceReply,
+    SlugReply,
+)
+from serve_app.api.slug_request import may_use, wanted_slug
+from serve_app.catalog.catalog import ListedCheckpoint
 from serve_app.catalog.served_model import ServedModel
+from serve_app.config.price import Price
+from serve_app.marketplace.slugs import Endpoint, Slug, Wanted
 from serve_app.model_id import BaseModelId
 
 _CHECKPOINT_OWNER = "user"  # the usual value for fine-tuned models; the owner's name stays private
 
 
-async def list_models(catalog: Catalog, caller: Caller, *, with_checkpoints: bool) -> ModelList:
-    """Every base model that the caller may use, with its variants, and the checkpoints on request.
+async def list_models(edge: Edge, caller: Caller, *, with_checkpoints: bool) -> ModelList:
+    """Every base model that the caller may use, with its variants, every slug, and the checkpoints on request.
 
     `has_more`: there are too many checkpoints to list them all.
     """
-    items: list[ModelReply | CheckpointReply] = []
+    catalog = edge.catalog
+    items: list[ModelReply | SlugReply | CheckpointReply] = []
     for model in catalog.visible_to(caller):
         items += _with_variants(model)
+    items += [_slug(slug.id, slug) for slug in edge.marketplace.slugs.values() if may_use(caller, slug)]
     checkpoints, are_all = await catalog.checkpoints_of(caller) if with_checkpoints else ([], True)
     items += [_checkpoint(checkpoint, catalog.base_id(checkpoint.base_model)) for checkpoint in checkpoints]
     return {"object": "list", "data": items, "has_more": not are_all}
 
 
-async def describe(catalog: Catalog, requested: str, caller: Caller) -> ModelReply:
-    """One base model or checkpoint. Raises what `Catalog.resolve` raises."""
-    target = await catalog.resolve(requested, caller)
+async def describe(edge: Edge, requested: str, caller: Caller) -> ModelReply | SlugReply:
+    """One slug, endpoint of a slug, base model or checkpoint. Raises what `Catalog.resolve` raises."""
+    wanted = wanted_slug(edge.marketplace, requested, caller)
+    if wanted is not None:
+        return _slug(requested, wanted.slug)
+    target = await edge.catalog.resolve(requested, caller)
     return _item(requested, target.model, target.context_length)
+
+
+async def list_endpoints(edge: Edge, wanted: Wanted) -> EndpointList:
+    """The endpoints of a slug, or the one that is pinned."""
+    chosen = wanted.slug.endpoints if wanted.pinned is None else (wanted.pinned,)
+    down = await not_ready(edge, wanted.slug)
+    return {"object": "list", "data": [_endpoint(endpoint, down) for endpoint in chosen]}
 
 
 def _with_variants(model: ServedModel) -> Iterator[ModelReply]:
@@ -44,6 +70,31 @@ def _item(name: str, model: ServedModel, context_length: int) -> ModelReply:
         "owned_by": model.config.owned_by,
         "context_length": context_length,
     }
+
+
+def _slug(name: str, slug: Slug) -> SlugReply:
+    return {"id": name, "object": "model", "created": 0, "owned_by": slug.config.owned_by}
+
+
+def _endpoint(endpoint: Endpoint, down: Collection[str]) -> EndpointReply:
+    return {
+        "name": endpoint.name,
+        "object": "endpoint",
+        "local": endpoint.upstream is None,
+        "price": _price(endpoint.price),
+        "health": "not_ready" if endpoint.name in down else endpoint.health.state.value,
+        "first_token_s": endpoint.recent.first_token_s,
+        "tokens_per_s": endpoint.recent.tokens_per_s,
+    }
+
+
+def _price(price: Price) -> PriceReply:
+    cached = price.prompt if price.cached is None else price.cached
+    return {"prompt": _usd(price.prompt), "cached": _usd(cached), "completion": _usd(price.completion)}
+
+
+def _usd(price: Decimal) -> str:
+    return f"{price.normalize():f}"
 
 
 def _checkpoint(checkpoint: ListedCheckpoint, base: str | None) -> CheckpointReply:

@@ -1,26 +1,30 @@
 """READ THIS FIRST: `open_request` takes a parsed body to an answer whose first token has come, in one function.
 
-`chat.py` and `completions.py` hold the differences between the two endpoints: each makes one `Prepared`.
+`chat.py` and `completions.py` hold the differences between the two endpoints: each makes one `Prepared`. A request for
+a marketplace slug goes through `slug_opening.py` first, which comes here for endpoints that are served here.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from engines.errors import AdapterChanged, EngineStopped
 from engines.protocol import GenerateRequest, TokenDelta
+from serve_app.access.auth import Caller
 from serve_app.api.answer import Answer, Edge, affinity_of
 from serve_app.api.body_limits import check_sizes
 from serve_app.api.chunks import Chunks
-from serve_app.api.ignored_fields import IgnoredFields, ignored_fields
-from serve_app.api.json_body import parse_object
-from serve_app.api.record import RequestRecord
+from serve_app.api.ignored_fields import IgnoredFields, Known, ignored_fields
+from serve_app.api.json_body import JsonObject, parse_object
 from serve_app.api.reply import Reply, ReplyPart
 from serve_app.api.schema.sampling import SamplingFields, parse_body
+from serve_app.api.schema.slug import SlugFields
+from serve_app.api.slug_request import SlugRequest, slug_request, wanted_slug
 from serve_app.api.ticket import Ticket
 from serve_app.api.tool_check import ToolCheck
 from serve_app.catalog.catalog import ResolvedModel
-from serve_app.config.service import LimitsConfig
+from serve_app.errors import ReplicaLost
 from serve_app.replicas.generation import open_generation
 
 
@@ -43,6 +47,23 @@ PARSE_US_PER_BYTE = 1 / 8
 SCORE_BYTES = 80  # of a log-probability as JSON
 Body = TypeVar("Body", bound=SamplingFields)
 Prepare = Callable[[Edge, Ticket, Body, ResolvedModel], Awaitable[Prepared]]
+Find = Callable[[Edge], Awaitable[ResolvedModel]]
+"""Finds the model that a request runs on, by the settings of an edge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(Generic[Body]):
+    """One of the two generating endpoints of the API. `path`: below the prefix, as also upstreams have it."""
+
+    path: str
+    body: type[Body]
+    slug_body: type[SlugFields]
+    prepare: Prepare[Body]
+
+    @property
+    def all_names(self) -> Known:
+        """The names of the fields that are read, for slugs or for models."""
+        return {**self.slug_body.names(), **self.body.names()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +75,39 @@ class ParsedBody(Generic[Body]):
 
 
 def parse_request(
-    kind: type[Body], content: bytes, limits: LimitsConfig, longest_context: int, record: RequestRecord
-) -> ParsedBody[Body]:
-    """`record` gets the requested model even when the rest of the body is refused. Raises `InvalidRequest`."""
-    names = kind.names()
-    raw = parse_object(content, names, longest_context=longest_context)
-    record.asked_for(raw.get("model"))
-    check_sizes(raw, limits, longest_context)
-    return ParsedBody(parse_body(kind, raw), ignored_fields(raw, names))
+    operation: Operation[Body], content: bytes, edge: Edge, ticket: Ticket
+) -> ParsedBody[Body] | SlugRequest:
+    """The record gets the requested model even when the rest of the body is refused. Raises `InvalidRequest`, or
+    `ModelNotFound` for an endpoint that its slug does not have.
+    """
+    names = operation.body.names()
+    raw = parse_object(content, operation.all_names, longest_context=edge.catalog.longest_context)
+    ticket.record.asked_for(raw.get("model"))
+    wanted = wanted_slug(edge.marketplace, raw.get("model"), ticket.caller)
+    if wanted is not None:
+        return slug_request(wanted, operation.slug_body, raw, content)
+    return parsed_body(operation, raw, edge, names)
+
+
+def parsed_body(operation: Operation[Body], raw: JsonObject, edge: Edge, read: Known) -> ParsedBody[Body]:
+    """`read`: the fields that have an effect. Raises `InvalidRequest`."""
+    check_sizes(raw, edge.limits, edge.catalog.longest_context)
+    return ParsedBody(parse_body(operation.body, raw), ignored_fields(raw, read))
+
+
+def requested_model(body: SamplingFields, caller: Caller) -> Find:
+    """Finds the model that the caller asks for."""
+    return lambda edge: edge.catalog.resolve(body.model, caller)
 
 
 @asynccontextmanager
-async def open_request(edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[Body]) -> AsyncIterator[Answer]:
+async def open_request(
+    edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[Body], find: Find
+) -> AsyncIterator[Answer]:
     """Raises a `RequestError`, `LimitReached`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before
     it yields.
     """
-    target = await edge.catalog.resolve(body.model, ticket.caller)
+    target = await find(edge)
     ticket.record.about(target, streamed=bool(body.stream))
     prepared = await prepare(edge, ticket, body, target)
     generate = prepared.generate
@@ -87,6 +125,23 @@ async def open_request(edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[
             workers=edge.workers,
             preface=prepared.preface,
         )
+
+
+@asynccontextmanager
+async def open_again(
+    edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[Body], find: Find
+) -> AsyncIterator[Answer]:
+    """As `open_request`, a second time where another look can help."""
+    async with AsyncExitStack() as stack:
+        try:
+            answer = await stack.enter_async_context(open_request(edge, ticket, body, prepare, find))
+        except (AdapterChanged, EngineStopped, ReplicaLost):
+            # The checkpoint was replaced just now, the replica began to drain, or it was lost. The caller has got
+            # nothing yet, and another look finds the new content, another replica; by the configuration of now,
+            # since the one that the request began with may be gone, its store of checkpoints closed.
+            ticket.refund()
+            answer = await stack.enter_async_context(open_request(edge.now(), ticket, body, prepare, find))
+        yield answer
 
 
 def _num_scores(request: GenerateRequest, *, streamed: bool) -> int:

@@ -31,8 +31,9 @@ class RequestRecord:
 
     `asked_model` is what the caller wrote, which can be any text: use it in the log, never as a metric label. `model`
     is a base id of the catalogue, or a remote endpoint's own name for its model; `checkpoint` is a path. Both are empty
-    until the request was accepted. `slug` and `endpoint` are set where a marketplace slug was asked for.
-    `is_estimated`: an upstream did not report its usage.
+    until the request was accepted. `slug` and `endpoint` are set where a marketplace slug was asked for; `passed_over`
+    are the endpoints of it that failed before that one was tried. `is_estimated`: an upstream did not report its usage.
+    `client_s`: how long the client took to read.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class RequestRecord:
     adapter_digest: str = ""
     slug: str = ""
     endpoint: str = ""
+    passed_over: tuple[str, ...] = ()
     price: Price | None = None
     streamed: bool = False
     status: int = 0
@@ -59,6 +61,7 @@ class RequestRecord:
     image_tokens: int = 0
     is_estimated: bool = False
     first_token_s: float | None = None
+    client_s: float = 0.0
     duration_s: float = 0.0
 
     def about(self, target: ResolvedModel, *, streamed: bool) -> None:
@@ -66,8 +69,23 @@ class RequestRecord:
         self.model = target.model.id
         self.checkpoint = "" if target.checkpoint is None else str(target.checkpoint)
         self.adapter_digest = target.adapter.digest if target.adapter is not None else ""
-        self.price = target.model.config.price
+        if not self.slug:
+            self.price = target.model.config.price
         self.streamed = streamed
+
+    def try_endpoint(self, slug: str, endpoint: str, price: Price) -> None:
+        """Note the endpoint of a slug that is tried next."""
+        self.slug, self.endpoint, self.price = slug, endpoint, price
+
+    def about_remote(self, model: str, *, streamed: bool) -> None:
+        """Note a remote endpoint's own name for its model. Its tokens are estimated until it counts them."""
+        self.model, self.streamed, self.is_estimated = model, streamed, True
+
+    def pass_over(self) -> None:
+        """Note that this endpoint failed before it had sent anything."""
+        self.passed_over = (*self.passed_over, self.endpoint)
+        self.endpoint = self.model = self.checkpoint = self.adapter_digest = ""
+        self.price, self.is_estimated = None, False
 
     @property
     def cost(self) -> Decimal:

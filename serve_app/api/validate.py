@@ -33,7 +33,7 @@ def validate_chat(body: ChatBody, target: ResolvedModel, limits: LimitsConfig) -
     """Raises `InvalidRequest` or `RenderError`."""
     if target.renderer is None:
         raise InvalidRequest(
-            f"The model {target.model.id!r} has no chat template; use POST /completions with a prompt.", "model"
+            f"The model {target.requested!r} has no chat template; use POST /completions with a prompt.", "model"
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest(f"top_logprobs needs logprobs to be true, got {body.top_logprobs}.", "top_logprobs")
@@ -182,7 +182,7 @@ def _tool_rules(body: ChatBody, tools: Sequence[Tool], target: ResolvedModel) ->
     shown = choice.name if isinstance(choice, NamedFunction) else choice
     if not target.renderer.supports_tools:
         raise InvalidRequest(
-            f"tool_choice {shown!r} cannot be served: the model {target.model.id!r} has no tool-call support.",
+            f"tool_choice {shown!r} cannot be served: the model {target.requested!r} has no tool-call support.",
             "tool_choice",
         )
     if not tools:
@@ -227,7 +227,7 @@ class _Images:
     def add(self, url: str, at: str) -> ImagePart:
         """Raises `InvalidRequest`."""
         if not self._target.model.takes_images:
-            raise InvalidRequest(f"{at} is an image, and the model {self._target.model.id!r} takes no images.", at)
+            raise InvalidRequest(f"{at} is an image, and the model {self._target.requested!r} takes no images.", at)
         if len(self.found) == self._limit:
             raise InvalidRequest(f"A request must have at most {self._limit} images, got another one at {at}.", at)
         self.found.append(ImageUrl(url, at))

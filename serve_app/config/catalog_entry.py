@@ -13,7 +13,7 @@ from serve_app.config.section import Count, Section, Text
 from serve_app.explain import Complaint
 
 
-def _model_name(value: str) -> str:
+def model_name(value: str) -> str:
     if not value or re.search(r"[:;\s]|/ep/", value) or not value.isprintable():
         raise Complaint('must be a name without ":", ";", "/ep/" or spaces', value)
     return value
@@ -30,7 +30,7 @@ class ModelConfig(Section):
 
     id: Annotated[
         str,
-        AfterValidator(_model_name),
+        AfterValidator(model_name),
         Doc('Id that clients send as `model`, unique, without ":", ";", "/ep/" and spaces.'),
     ]
     app: Annotated[Text, Doc("The application of this file whose replicas run the model.")]

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from types import MappingProxyType
@@ -17,6 +18,9 @@ from serve_app.explain import Complaint
 DEMO_KEY: Final = "roundhouse-demo"
 MIN_KEY_CHARACTERS: Final = 16
 _MAX_FILE_BYTES: Final = 1 << 16
+_MIN_UPSTREAM_KEY_CHARACTERS: Final = 8
+_MAX_UPSTREAM_KEY_CHARACTERS: Final = 4096
+_UPSTREAM_KEY: Final = re.compile(rf"[!-~]{{{_MIN_UPSTREAM_KEY_CHARACTERS},{_MAX_UPSTREAM_KEY_CHARACTERS}}}")
 
 HexDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -80,26 +84,50 @@ def key_digest(key: KeyConfig, more_variables: Mapping[str, str] = MappingProxyT
     """
     if key.sha256 is not None:
         return bytes.fromhex(key.sha256)
-    if key.env is not None:
-        place = f"the environment variable {key.env!r}"
-        secret = {**os.environ, **more_variables}.get(key.env, "").strip()  # noqa: TID251 - where the rule sends all to
-    else:
-        assert key.file is not None
-        place = f"the file {key.file!r}"
-        try:
-            secret = _read(key.file)
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigRefused(f"The key {key.name!r} cannot be read from {place}.") from exc
-    if not secret:
-        raise ConfigRefused(f"The key {key.name!r} is empty in {place}.")
+    what = f"The key {key.name!r}"
+    secret = _secret(what, key.env, key.file, more_variables)
     if len(secret) < MIN_KEY_CHARACTERS and secret != DEMO_KEY:
         least = f"must have at least {MIN_KEY_CHARACTERS} characters, got {len(secret)}"
-        raise ConfigRefused(f"The key {key.name!r} in {place} {least}.")
+        raise ConfigRefused(f"{what} in {_place(key.env, key.file)} {least}.")
     return hashlib.sha256(secret.encode()).digest()
+
+
+def upstream_key(
+    what: str, env: str | None, file: str | None, more_variables: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The key of an upstream, from exactly one of the two places; `what` begins the sentence of an error. A key of few
+    characters could not be told from other text where it must be hidden. Raises `ConfigRefused`.
+    """
+    secret = _secret(what, env, file, more_variables)
+    if not _UPSTREAM_KEY.fullmatch(secret):
+        limits = (
+            f"must have {_MIN_UPSTREAM_KEY_CHARACTERS} to {_MAX_UPSTREAM_KEY_CHARACTERS} printable ASCII characters"
+        )
+        raise ConfigRefused(f"{what} in {_place(env, file)} {limits}, got {len(secret)} characters.")
+    return secret
 
 
 def is_expired(key: KeyConfig, now: datetime) -> bool:
     return key.expires_at is not None and now >= key.expires_at
+
+
+def _secret(what: str, env: str | None, file: str | None, more_variables: Mapping[str, str]) -> str:
+    place = _place(env, file)
+    if env is not None:
+        secret = {**os.environ, **more_variables}.get(env, "").strip()  # noqa: TID251 - where the rule sends all to
+    else:
+        assert file is not None
+        try:
+            secret = _read(file)
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigRefused(f"{what} cannot be read from {place}.") from exc
+    if not secret:
+        raise ConfigRefused(f"{what} is empty in {place}.")
+    return secret
+
+
+def _place(env: str | None, file: str | None) -> str:
+    return f"the environment variable {env!r}" if env is not None else f"the file {file!r}"
 
 
 def _read(file: str) -> str:

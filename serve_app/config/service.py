@@ -1,10 +1,11 @@
 """The `user_config` of the ingress in config.yaml: what it serves. It can change while the ingress runs.
 
-Each key, each model, the limits and the checkpoints are read separately: an error in one does not affect the others.
+Each key, model and slug, the limits and the checkpoints are read separately: an error in one does not affect the
+others.
 `OPTIONS.md` lists every option.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
@@ -15,10 +16,12 @@ from typing_extensions import Doc
 from serve_app.config.base_names import clashes
 from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.keys import KeyConfig, PerKeyLimits
+from serve_app.config.marketplace import MarketplaceConfig, SlugConfig
 from serve_app.config.refusal import Location, Refusal, refusals
 from serve_app.config.section import Bytes, Count, Seconds, Section, Text
 from serve_app.errors import ConfigRefused
 from serve_app.explain import path_of, show
+from serve_app.model_id import parse
 
 _S = TypeVar("_S", bound=Section)
 _Last = TypeVar("_Last", bound=Section | None)
@@ -79,13 +82,16 @@ class ImagesConfig(Section):
 class ServiceConfig(Section):
     """All of it."""
 
-    models: Annotated[tuple[ModelConfig, ...], Field(strict=False), Doc("The base models; at least one.")]
+    models: Annotated[
+        tuple[ModelConfig, ...], Field(strict=False), Doc("The base models; at least one, unless there are slugs.")
+    ]
     checkpoints: Annotated[CheckpointsConfig, Doc("Where checkpoints are stored.")] = CheckpointsConfig()
     images: Annotated[ImagesConfig | None, Doc("Where images are prepared; null: they are refused.")] = None
     keys: Annotated[
         tuple[KeyConfig, ...], Field(strict=False), Doc("Accepted API keys; without one every request is refused.")
     ] = ()
     limits: Annotated[LimitsConfig, Doc("Limits on requests.")] = LimitsConfig()
+    marketplace: Annotated[MarketplaceConfig, Doc("Names that have several endpoints.")] = MarketplaceConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +113,11 @@ def read_config(raw: object, before: ServiceConfig | None = None) -> Reading:
     # An unknown name may be a misspelt section: sections that are missing beside it keep their values.
     given = {**{name: getattr(last, name) for name in _SECTIONS if found}, **raw}
     reader = _Reader(last, found)
+    slugs = given.get("marketplace", {})
+    models = () if not given.get("models") and _has_slugs(slugs) else reader.models(given.get("models"))
     config = ServiceConfig(
-        models=reader.models(given.get("models")),
+        models=models,
+        marketplace=reader.marketplace(slugs, last.marketplace, models),
         checkpoints=reader.section("checkpoints", given.get("checkpoints", {}), CheckpointsConfig, last.checkpoints),
         images=reader.images(given.get("images"), last.images),
         keys=reader.keys(given.get("keys", ())),
@@ -143,7 +152,7 @@ class _Reader:
     def __init__(self, last: ServiceConfig, found: list[Refusal]) -> None:
         self._last = last
         self._found = found
-        self._model_ids = {model.id for model in last.models}
+        self._ids = {*(model.id for model in last.models), *(slug.id for slug in last.marketplace.slugs)}
 
     def section(self, name: str, raw: object, kind: type[_S], last: _Last) -> _S | _Last:
         return self._read(raw, kind, (name,)) or last
@@ -159,7 +168,7 @@ class _Reader:
             return self._last.models
         models: dict[int, ModelConfig] = {}
         for index, entry in enumerate(raw):
-            self._model_ids.add(model_id := _id_of(entry))
+            self._ids.add(model_id := _id_of(entry))
             model = self._model(entry, index, {model.id for model in models.values()}) or last.get(model_id)
             if model is not None and model.id not in {model.id for model in models.values()}:
                 models[index] = model
@@ -169,6 +178,26 @@ class _Reader:
             if (other := last.get(replaced.id, replaced)) != replaced:
                 models[clash.index] = other
         return tuple(models[index] for index in sorted(models))
+
+    def marketplace(self, raw: object, last: MarketplaceConfig, models: Sequence[ModelConfig]) -> MarketplaceConfig:
+        """A refused slug keeps its previous configuration, if it had one, unless a model has its id now."""
+        raw = {"slugs": raw.slugs} if isinstance(raw, MarketplaceConfig) else raw
+        slugs = raw.get("slugs", ()) if isinstance(raw, dict) else ()
+        empty = {**raw, "slugs": ()} if isinstance(raw, dict) else raw
+        if self._read(empty, MarketplaceConfig, ("marketplace",)) is None:
+            return last
+        if not isinstance(slugs, list | tuple):
+            self._found.append(_no_list("marketplace.slugs", slugs))
+            return last
+        before = {slug.id: slug for slug in last.slugs}
+        model_ids = frozenset(model.id for model in models)
+        chosen: dict[str, SlugConfig] = {}
+        for index, entry in enumerate(slugs):
+            self._ids.add(slug_id := _id_of(entry))
+            slug = self._slug(entry, index, model_ids, chosen) or before.get(slug_id)
+            if slug is not None and slug.id not in model_ids:
+                chosen.setdefault(slug.id, slug)
+        return MarketplaceConfig(slugs=tuple(chosen.values()))
 
     def keys(self, raw: object) -> tuple[KeyConfig, ...]:
         """A refused key is not accepted, even if it was before: the operator may have replaced it for a reason."""
@@ -185,8 +214,10 @@ class _Reader:
                 continue
             keys[key.name] = key
             for position, name in enumerate(key.models or ()):
-                if name not in self._model_ids:
-                    self._refuse(f"keys[{index}].models[{position}]", f"must be the id of a model, got {show(name)}")
+                if name not in self._ids:
+                    self._refuse(
+                        f"keys[{index}].models[{position}]", f"must be the id of a model or slug, got {show(name)}"
+                    )
         return tuple(keys.values())
 
     def _model(self, raw: object, index: int, ids: set[str]) -> ModelConfig | None:
@@ -199,6 +230,22 @@ class _Reader:
         except ConfigRefused as exc:  # a relative path without a project root
             self._found.append(Refusal(f"models[{index}].source", str(exc)))
             return None
+
+    def _slug(
+        self, raw: object, index: int, model_ids: Collection[str], slug_ids: Collection[str]
+    ) -> SlugConfig | None:
+        slug = self._read(raw, SlugConfig, ("marketplace", "slugs", index))
+        if slug is None:
+            return None
+        at, num_found = f"marketplace.slugs[{index}]", len(self._found)
+        if slug.id in model_ids or slug.id in slug_ids:
+            self._refuse(f"{at}.id", f"must be unique among slugs and models, got {show(slug.id)}")
+        for position, endpoint in enumerate(slug.endpoints):
+            base = None if endpoint.model is None else parse(endpoint.model).base
+            if base is not None and base.name not in model_ids:
+                what = f"must name a model of this file, got {show(endpoint.model)}"
+                self._refuse(f"{at}.endpoints[{position}].model", what)
+        return slug if len(self._found) == num_found else None
 
     def _read(self, raw: object, kind: type[_S], at: Location) -> _S | None:
         try:
@@ -217,6 +264,10 @@ def _no_list(name: str, raw: object) -> Refusal:
     return Refusal(name, f"{name} must {'not be empty' if raw in ([], ()) else f'be a list, got {show(raw, name)}'}.")
 
 
+def _has_slugs(raw: object) -> bool:
+    return bool(raw.slugs if isinstance(raw, MarketplaceConfig) else isinstance(raw, dict) and raw.get("slugs"))
+
+
 def _id_of(raw: object) -> str:
-    named = raw.id if isinstance(raw, ModelConfig) else raw.get("id") if isinstance(raw, dict) else None
+    named = raw.id if isinstance(raw, ModelConfig | SlugConfig) else raw.get("id") if isinstance(raw, dict) else None
     return named if isinstance(named, str) else ""

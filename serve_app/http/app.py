@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
@@ -13,14 +13,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engines.errors import AdapterChanged, EngineStopped
 from serve_app.api.answer import Answer, Edge
-from serve_app.api.chat import prepare_chat
-from serve_app.api.completions import prepare_completion
-from serve_app.api.model_listing import describe, list_models
-from serve_app.api.opening import PARSE_US_PER_BYTE, Body, Prepare, open_request, parse_request
-from serve_app.api.schema.chat import ChatBody
-from serve_app.api.schema.completion import CompletionBody
+from serve_app.api.chat import CHATS
+from serve_app.api.completions import COMPLETIONS
+from serve_app.api.model_listing import describe, list_endpoints, list_models
+from serve_app.api.opening import (
+    PARSE_US_PER_BYTE,
+    Body,
+    Operation,
+    ParsedBody,
+    open_again,
+    parse_request,
+    requested_model,
+)
+from serve_app.api.relayed import RelayedAnswer
+from serve_app.api.slug_opening import open_slug
+from serve_app.api.slug_request import SlugRequest, wanted_slug
 from serve_app.api.ticket import Ticket
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import (
@@ -30,7 +38,6 @@ from serve_app.errors import (
     ModelNotFound,
     NotFound,
     NotReady,
-    ReplicaLost,
     TotalTimeout,
 )
 from serve_app.http.body import read_body
@@ -39,7 +46,7 @@ from serve_app.http.exchange import ClientLeft, Exchange
 from serve_app.http.middleware import LIVENESS_PATHS, layers
 from serve_app.http.openapi import DESCRIBE_US, VERSION, describe_api
 from serve_app.http.service import Service
-from serve_app.http.sse import send_answer
+from serve_app.http.sse import send_answer, send_relayed
 from serve_app.model_id import parse
 
 logger = logging.getLogger(__name__)
@@ -87,8 +94,9 @@ class Handlers:
         await exchange.send_json(200, {"version": VERSION})
 
     async def readyz(self, exchange: Exchange) -> None:
-        models = self._service.settings.catalog.models
-        if not models:
+        settings = self._service.settings
+        models = settings.catalog.models
+        if not models and not settings.marketplace.slugs:
             raise NotReady("Not ready: nothing is served.")
         reasons = await self._service.replicas.readiness({model.config.app for model in models.values()})
         why_not = {name: reason for name, model in models.items() if (reason := reasons[model.config.app])}
@@ -113,8 +121,7 @@ class Handlers:
 
     async def models(self, exchange: Exchange) -> None:
         asked = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("checkpoints", [""])[0]
-        catalog, caller = self._service.settings.catalog, exchange.caller
-        listing = await list_models(catalog, caller, with_checkpoints=asked in ("1", "true"))
+        listing = await list_models(self._edge(), exchange.caller, with_checkpoints=asked in ("1", "true"))
         await exchange.send_json(200, listing)
 
     async def model(self, exchange: Exchange) -> None:
@@ -122,6 +129,12 @@ class Handlers:
 
     async def endpoints(self, exchange: Exchange) -> None:
         slug: str = exchange.scope["path_params"]["slug"]
+        edge = self._edge()
+        wanted = wanted_slug(edge.marketplace, slug, exchange.caller)
+        if wanted is not None:
+            exchange.record.asked_for(slug)
+            await exchange.send_json(200, await list_endpoints(edge, wanted))
+            return
         requested = f"{slug}/endpoints"  # a model id may contain slashes
         try:
             await self._describe(exchange, requested)
@@ -132,60 +145,74 @@ class Handlers:
 
     async def _describe(self, exchange: Exchange, requested: str) -> None:
         exchange.record.asked_for(requested)
-        await exchange.send_json(200, await describe(self._service.settings.catalog, requested, exchange.caller))
+        await exchange.send_json(200, await describe(self._edge(), requested, exchange.caller))
 
     async def chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, ChatBody, prepare_chat)
+        await self._generate(exchange, CHATS)
 
     async def completions(self, exchange: Exchange) -> None:
-        await self._generate(exchange, CompletionBody, prepare_completion)
+        await self._generate(exchange, COMPLETIONS)
 
-    async def _generate(self, exchange: Exchange, kind: type[Body], prepare: Prepare[Body]) -> None:
+    async def _generate(self, exchange: Exchange, operation: Operation[Body]) -> None:
         edge = self._edge()
         limits, service = edge.limits, self._service
         admitted = service.limiter.admit(exchange.caller, bytes_in_flight=limits.bytes_in_flight)
         with service.capacity.admit(), admitted as lease:
             ticket = exchange.ticket = Ticket(exchange.caller, lease, exchange.record)
-            body = await self._parse(exchange, edge, ticket, kind)
+            request = await self._parse(exchange, edge, ticket, operation)
             with _charged(exchange, ticket):
                 async with CancelOnDisconnect(exchange), _time_limit(exchange, limits):
-                    await self._answer(exchange, edge, ticket, body, prepare)
+                    await self._answer(exchange, self._open(edge, ticket, operation, request))
 
-    async def _parse(self, exchange: Exchange, edge: Edge, ticket: Ticket, kind: type[Body]) -> Body:
-        """Parse the body; fields that are not read are dropped."""
+    async def _parse(
+        self, exchange: Exchange, edge: Edge, ticket: Ticket, operation: Operation[Body]
+    ) -> ParsedBody[Body] | SlugRequest:
+        """Parse the body. Fields that are not read are dropped, unless an endpoint of a slug may read them."""
         content = await read_body(exchange, edge.limits, ticket.lease.hold)
         ticket.body_bytes = len(content)
         cost_us = len(content) * PARSE_US_PER_BYTE
-        longest = edge.catalog.longest_context
-        parsed = await edge.workers.run(cost_us, parse_request, kind, content, edge.limits, longest, ticket.record)
-        ticket.ignored_fields = parsed.ignored_fields
-        return parsed.body
+        return await edge.workers.run(cost_us, parse_request, operation, content, edge, ticket)
 
-    async def _answer(self, exchange: Exchange, edge: Edge, ticket: Ticket, body: Body, prepare: Prepare[Body]) -> None:
-        async with AsyncExitStack() as stack:
-            try:
-                answer = await stack.enter_async_context(open_request(edge, ticket, body, prepare))
-            except (AdapterChanged, EngineStopped, ReplicaLost):
-                # The checkpoint was replaced just now, the replica began to drain, or it was lost. The caller has got
-                # nothing yet, and another look finds the new content, another replica; by the configuration of now,
-                # since the one that the request began with may be gone, its store of checkpoints closed.
-                ticket.refund()
-                answer = await stack.enter_async_context(open_request(self._edge(), ticket, body, prepare))
+    def _open(
+        self, edge: Edge, ticket: Ticket, operation: Operation[Body], request: ParsedBody[Body] | SlugRequest
+    ) -> AbstractAsyncContextManager[Answer | RelayedAnswer]:
+        if isinstance(request, SlugRequest):
+            return open_slug(edge, ticket, operation, request)
+        ticket.ignored_fields = request.ignored_fields
+        return open_again(edge, ticket, request.body, operation.prepare, requested_model(request.body, ticket.caller))
+
+    async def _answer(self, exchange: Exchange, opened: AbstractAsyncContextManager[Answer | RelayedAnswer]) -> None:
+        """What generates is closed before the last bytes are sent: the client may read slowly, or leave with them."""
+        async with opened as answer:
             exchange.record.first_token_s = exchange.elapsed_s()
             try:
-                await self._send(exchange, answer)
+                last = await self._send(exchange, answer)
             finally:
-                exchange.record.count(answer.reply)
+                answer.note(exchange.record)
+        if answer.stream:
+            await exchange.end(last)
+        else:
+            await exchange.send_content(200, last)
 
     def _edge(self) -> Edge:
         service, settings = self._service, self._service.settings
-        return Edge(settings.catalog, settings.limits, service.replicas, service.workers, settings.images)
+        return Edge(
+            settings.catalog,
+            settings.marketplace,
+            settings.limits,
+            service.replicas,
+            service.workers,
+            self._edge,
+            settings.images,
+        )
 
-    async def _send(self, exchange: Exchange, answer: Answer) -> None:
-        if answer.stream:
-            await send_answer(exchange, answer, self._service.keep_alive_s)
-            return
-        await exchange.send_content(200, await answer.whole())
+    async def _send(self, exchange: Exchange, answer: Answer | RelayedAnswer) -> bytes:
+        """Send a stream but for its last events; returns what is left to send."""
+        if not answer.stream:
+            return await answer.whole()
+        if isinstance(answer, Answer):
+            return await send_answer(exchange, answer, self._service.keep_alive_s)
+        return await send_relayed(exchange, answer, self._service.keep_alive_s)
 
 
 class _Endpoint:

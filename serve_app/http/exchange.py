@@ -15,6 +15,7 @@ from serve_app.api.ticket import Ticket
 from serve_app.errors import HttpError
 
 _MAX_FIELD_CHARACTERS = 64
+_OWN_WORK_S = 0.01  # the most that a write takes while the client reads
 _MAX_NAMES_BYTES = 2048  # of a header line; some servers and proxies take 8 KiB for all headers together
 
 
@@ -84,12 +85,18 @@ class Exchange:
 
     async def _send_body(self, message: Message) -> None:
         self.waits_for_client = True
+        began_at = time.monotonic()
         await self.send(message)
+        took_s = time.monotonic() - began_at
+        if took_s > _OWN_WORK_S:
+            self.record.client_s += took_s
         self.waits_for_client = False
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the status line and all headers, including those of every response."""
         common = {"x-request-id": self.record.request_id} | self.extra_headers
+        if self.record.endpoint:
+            common["x-endpoint"] = self.record.endpoint
         if self.ticket is not None and self.ticket.ignored_fields.names:
             common["x-ignored-fields"] = _names(self.ticket.ignored_fields)
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (common | dict(headers)).items()]

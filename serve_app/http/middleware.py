@@ -176,8 +176,9 @@ def _outcome(exc: Exception, error: HttpError) -> Outcome:
 
 def _log(record: RequestRecord) -> None:
     logger.info(
-        "request_id=%s key=%s %s %s status=%d outcome=%s code=%s asked=%s model=%s checkpoint=%s adapter=%s "
-        "prompt_tokens=%d cached_tokens=%d completion_tokens=%d finish_reason=%s first_token_ms=%d duration_ms=%d",
+        "request_id=%s key=%s %s %s status=%d outcome=%s code=%s asked=%s model=%s checkpoint=%s adapter=%s slug=%s "
+        "endpoint=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d finish_reason=%s first_token_ms=%d "
+        "duration_ms=%d",
         record.request_id,
         record.key_name,
         record.method,
@@ -189,6 +190,8 @@ def _log(record: RequestRecord) -> None:
         record.model,
         record.checkpoint,
         record.adapter_digest[:12],
+        record.slug,
+        record.endpoint,
         record.prompt_tokens,
         record.cached_tokens,
         record.completion_tokens,

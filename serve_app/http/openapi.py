@@ -14,6 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from serve_app.api.schema import replies
 from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.completion import CompletionBody
+from serve_app.api.schema.slug import SlugChatBody, SlugCompletionBody
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import MAX_RETRY_AFTER_S, codes_by_status
 from serve_app.http.openapi_rules import RULES, Json, Object
@@ -21,15 +22,18 @@ from serve_app.http.openapi_texts import ABOUT, CHAT_RULES, COMPLETION_RULES, FI
 from serve_app.model_id import MAX_CHARACTERS
 
 _REFERENCE = "#/components/schemas/{model}"
-_BODIES = ("ChatBody", "CompletionBody")
+_BODIES = ("ChatBody", "CompletionBody", "SlugChatBody", "SlugCompletionBody")
 _TYPES: Mapping[str, tuple[JsonSchemaMode, type]] = {
     "ChatBody": ("validation", ChatBody),
     "CompletionBody": ("validation", CompletionBody),
+    "SlugChatBody": ("validation", SlugChatBody),
+    "SlugCompletionBody": ("validation", SlugCompletionBody),
     "ChatCompletion": ("serialization", replies.ChatCompletion),
     "ChatCompletionChunk": ("serialization", replies.ChatCompletionChunk),
     "TextCompletion": ("serialization", replies.TextCompletion),
     "TextCompletionChunk": ("serialization", replies.TextCompletionChunk),
     "ModelList": ("serialization", replies.ModelList),
+    "EndpointList": ("serialization", replies.EndpointList),
     "StatusReply": ("serialization", replies.StatusReply),
     "VersionReply": ("serialization", replies.VersionReply),
     "ErrorReply": ("serialization", replies.ErrorReply),
@@ -74,7 +78,10 @@ def _schemas(limits: LimitsConfig) -> Object:
         for name in properties:
             _object(properties, name)["description"] = FIELDS[name]
             described.add(name)
-        _bound(properties, limits)
+        if body.startswith("Slug"):
+            _object(properties, "model")["minLength"] = 1
+        else:
+            _bound(properties, limits)
         _object(schemas, body)["allOf"] = list(RULES[body])
     schemas["Description"] = {"type": "object", "required": ["openapi"]}
     assert described == set(FIELDS), "a description is left of a field that is gone"
@@ -132,29 +139,33 @@ def _object(parent: Object, name: str) -> Object:
 def _paths(limits: LimitsConfig) -> Object:
     with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: list checkpoints too.")
     return {
-        "/v1/chat/completions": {"post": _generating("ChatCompletion", "ChatBody", CHAT_RULES, limits)},
-        "/v1/completions": {"post": _generating("TextCompletion", "CompletionBody", COMPLETION_RULES, limits)},
+        "/v1/chat/completions": {
+            "post": _generating("ChatCompletion", ("ChatBody", "SlugChatBody"), CHAT_RULES, limits)
+        },
+        "/v1/completions": {
+            "post": _generating("TextCompletion", ("CompletionBody", "SlugCompletionBody"), COMPLETION_RULES, limits)
+        },
         "/v1/models": {
             "get": _operation(
                 "listModels",
-                "The base models that the key may use, and their variants.",
-                _responses("ModelList", (401, 500, 503)),
+                "The base models that the key may use, their variants, and the marketplace slugs.",
+                _responses(("ModelList",), (401, 500, 503)),
                 (with_checkpoints,),
             )
         },
         "/v1/models/{id}": {
             "get": _operation(
                 "retrieveModel",
-                "A base model, a variant or a checkpoint.",
-                _responses("ModelReply", (400, 401, 404, 422, 500, 503)),
+                "A base model, a variant, a checkpoint, or a marketplace slug.",
+                _responses(("ModelReply", "SlugReply"), (400, 401, 404, 422, 500, 503)),
                 (_parameter("path", "id", "Percent-encoded, including slashes."),),
             )
         },
         "/v1/models/{slug}/endpoints": {
             "get": _operation(
                 "listEndpoints",
-                "The endpoints of a marketplace slug. This service has no slugs: the answer is 404.",
-                _responses(None, (401, 404, 500)),
+                "The endpoints of a marketplace slug, with their prices, their health and how fast they are.",
+                _responses(("EndpointList",), (401, 404, 500, 503)),
                 (_parameter("path", "slug", "Percent-encoded, including slashes."),),
             )
         },
@@ -167,17 +178,18 @@ def _paths(limits: LimitsConfig) -> Object:
     }
 
 
-def _generating(reply: str, body: str, rules: str, limits: LimitsConfig) -> Object:
-    responses = _responses(reply, _GENERATING)
+def _generating(reply: str, bodies: tuple[str, ...], rules: str, limits: LimitsConfig) -> Object:
+    responses = _responses((reply,), _GENERATING)
     for status in responses:
-        _object(_object(responses, status), "headers")["x-ignored-fields"] = _header("x-ignored-fields")
+        for name in ("x-ignored-fields", "x-endpoint"):
+            _object(_object(responses, status), "headers")[name] = _header(name)
     whole = _object(responses, "200")
     content = _object(whole, "content")
     whole["content"] = {**content, "text/event-stream": {"schema": _event(f"{reply}Chunk")}}
     description = f"Unknown fields are ignored; null means unset. At most {limits.body_bytes} bytes of UTF-8."
     return {
         **_operation(f"create{reply}", rules, responses),
-        "requestBody": {"required": True, "description": description, "content": _json(body)},
+        "requestBody": {"required": True, "description": description, "content": _json(*bodies)},
     }
 
 
@@ -195,7 +207,7 @@ def _event(chunk: str) -> Object:
 
 def _open(name: str, description: str, reply: str, failures: Iterable[int]) -> Object:
     """These paths need no key and have one prefix only."""
-    return {**_operation(name, description, _responses(reply, failures)), "security": [], "servers": [{"url": "/"}]}
+    return {**_operation(name, description, _responses((reply,), failures)), "security": [], "servers": [{"url": "/"}]}
 
 
 def _operation(name: str, description: str, responses: Object, parameters: Iterable[Json] = ()) -> Object:
@@ -215,12 +227,10 @@ def _parameter(place: str, name: str, description: str) -> Object:
     return {"name": name, "in": place, "required": place == "path", "description": description, "schema": schema}
 
 
-def _responses(reply: str | None, failures: Iterable[int]) -> Object:
-    """The responses at each status of the table of errors. `reply` None: the endpoint cannot succeed."""
+def _responses(kinds: tuple[str, ...], failures: Iterable[int]) -> Object:
+    """The responses at each status of the table of errors. `kinds`: the schemas of success."""
     codes = codes_by_status()
-    found: Object = {}
-    if reply is not None:
-        found["200"] = {"description": "The reply.", "headers": _headers_of(200), "content": _json(reply)}
+    found: Object = {"200": {"description": "The reply.", "headers": _headers_of(200), "content": _json(*kinds)}}
     for status in failures:
         named = ", ".join(f"`{code}`" for code in codes[status])
         description = f"{STATUSES[status]} Codes: {named}." if named else STATUSES[status]
@@ -245,6 +255,7 @@ def _headers() -> Object:
     texts = {
         "x-request-id": "The id of this request in the logs.",
         "x-ignored-fields": "The ignored fields of the body, separated by commas; absent if there are none.",
+        "x-endpoint": "The endpoint that a marketplace slug's request was sent to; absent for models.",
         "x-should-retry": "`false`: a retry cannot succeed.",
     }
     wait: Object = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}
@@ -252,5 +263,6 @@ def _headers() -> Object:
     return {**headers, "retry-after": {"description": "Seconds after which a retry can succeed.", "schema": wait}}
 
 
-def _json(schema: str) -> Object:
-    return {"application/json": {"schema": {"$ref": _REFERENCE.format(model=schema)}}}
+def _json(*schemas: str) -> Object:
+    references: list[Json] = [{"$ref": _REFERENCE.format(model=name)} for name in schemas]
+    return {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}

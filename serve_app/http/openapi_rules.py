@@ -41,4 +41,6 @@ RULES: Mapping[str, tuple[Object, ...]] = {
         _PROMPT,
         _needs("max_tokens", {"type": "integer", "minimum": 1}, _set_to("echo", {"const": True})),
     ),
+    "SlugChatBody": (_STREAM_OPTIONS,),
+    "SlugCompletionBody": (_STREAM_OPTIONS,),
 }

@@ -17,6 +17,12 @@ Prompt and reply must fit into the model's context. With `stream: true` the repl
 `stream_options` needs it.
 """
 
+_SLUG_RULES = """\
+If `model` is a marketplace slug or one endpoint of it, the body is a `Slug{body}`: these fields are checked here, and
+everything goes on to the endpoint, other fields too. `stream` must be true, unless the slug allows whole replies.
+Endpoints that are up and within `price` are tried until one answers; the header `x-endpoint` names it.
+"""
+
 CHAT_RULES = f"""\
 The next message of a conversation.
 
@@ -24,14 +30,16 @@ The next message of a conversation.
 `top_logprobs` needs `logprobs`. `tool_choice` other than `none` and `auto` needs `tools`, and a model that calls tools.
 A message has the fields of its role only: `reasoning_content` and `tool_calls` are an assistant's, `tool_call_id` is a
 tool's, which needs it. Only an assistant's `content` may be null. The names of tools are unique.
-"""
+
+{_SLUG_RULES.format(body="ChatBody")}"""
 
 COMPLETION_RULES = f"""\
 The continuation of a prompt.
 
 {_MODEL_RULES}
 Exactly one of `prompt` and `prompt_chunks` is set. `echo` needs `prompt`, and `max_tokens: 0` needs `echo`.
-"""
+
+{_SLUG_RULES.format(body="CompletionBody")}"""
 
 STREAM = """\
 With `stream: true`: `data: ` and a `{chunk}`, again and again, then `data: [DONE]`. A stream that fails ends with
@@ -44,7 +52,10 @@ def _unset(field: str) -> str:
 
 
 FIELDS: Mapping[str, str] = {
-    "model": "A base model, a variant of it, a checkpoint (`tinker://run/sampler_weights/name`), or base`;`checkpoint.",
+    "model": (
+        "A base model, a variant of it, a checkpoint (`tinker://run/sampler_weights/name`), or base`;`checkpoint; "
+        "or a marketplace slug, or slug`/ep/`endpoint."
+    ),
     "temperature": f"0: the most likely token. {_unset('temperature')}",
     "top_p": f"Sample from the most likely tokens whose probabilities add up to this. {_unset('top_p')}",
     "top_k": "Sample from this many tokens. 0, -1 or unset: from all.",
@@ -61,7 +72,13 @@ FIELDS: Mapping[str, str] = {
     "stream": "Send the reply as it is generated.",
     "stream_options": "`include_usage`: one more chunk with the usage. Needs `stream`.",
     "return_token_ids": "Return the ids of prompt and reply.",
-    "prompt_cache_key": "Requests with the same key prefer the same replica, where their prompts may be cached.",
+    "prompt_cache_key": (
+        "Requests with the same key prefer the same replica, or endpoint of a slug, where their prompts may be cached."
+    ),
+    "price": (
+        "`max_prompt`, `max_completion`: endpoints that cost more USD per million tokens are left out. "
+        "`sort`: which to prefer, by `price` if unset, or by recent `latency` or `throughput`."
+    ),
     "prompt": "Text or token ids; a list that holds one prompt is that prompt.",
     "prompt_chunks": "A prompt in pieces: token ids, and images for models that see.",
     "max_tokens": "Of the reply. Unset: up to the end of the context.",

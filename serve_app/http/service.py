@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from serve_app.access.auth import Keyring
@@ -14,10 +14,12 @@ from serve_app.api.record import NullRecorder, Recorder
 from serve_app.catalog.catalog import Catalog, Checkpoints
 from serve_app.catalog.served_model import ServedModel, load_model
 from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.marketplace import MarketplaceConfig
 from serve_app.config.refusal import Refusal
 from serve_app.config.service import CheckpointsConfig, ImagesConfig, LimitsConfig, ServiceConfig, read_config
 from serve_app.errors import ConfigRefused
 from serve_app.images.preparing import Images
+from serve_app.marketplace.slugs import Marketplace
 from serve_app.replicas.generation import Replicas
 from serve_app.workers import Workers
 
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
 MAX_REQUESTS = 4096
+_KEY_FILES_TIMEOUT_S = 5.0
 
 _C = TypeVar("_C")
 _T = TypeVar("_T")
@@ -38,6 +41,7 @@ class Settings:
     limits: LimitsConfig
     catalog: Catalog
     keyring: Keyring
+    marketplace: Marketplace = field(default_factory=Marketplace)
     images: Images | None = None
 
 
@@ -96,8 +100,11 @@ class Service:
                 return  # the newer configuration loads its own parts
             refusals += await self._take_over_checkpoints(reading.config.checkpoints)
             refusals += await self._take_over_images(reading.config.images)
+            refusals += await self._take_over_marketplace(reading.config.marketplace)
             refusals += await self._take_over_models(reading.config.models)
-            self.has_served |= bool(self.settings.catalog.models and len(self.settings.keyring))
+            settings = self.settings
+            is_served = settings.catalog.models or settings.marketplace.slugs
+            self.has_served |= bool(is_served and len(settings.keyring))
             self._note(tuple(refusals))
 
     @property
@@ -106,11 +113,12 @@ class Service:
         return "\n".join(map(str, self.refusals)) or None
 
     def require_configuration(self) -> None:
-        """Raises `ConfigRefused` with the reason until there has been a model and a key."""
+        """Raises `ConfigRefused` with the reason until there has been a key, and a model or slug."""
         if not self.has_served:
             raise ConfigRefused(self.config_error or str(_NO_CONFIGURATION))
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await self.settings.marketplace.close()
         self.workers.close()
         self._key_reader.close()
         for checkpoints in (*self._retired, self._checkpoints):
@@ -149,6 +157,19 @@ class Service:
         self.settings = replace(self.settings, images=images)
         return []
 
+    async def _take_over_marketplace(self, config: MarketplaceConfig) -> list[Refusal]:
+        """Replies under way finish, also those of endpoints that are gone."""
+        before = self.settings.marketplace
+        try:
+            opening = asyncio.to_thread(Marketplace.of, config, before)
+            marketplace = await asyncio.wait_for(opening, _KEY_FILES_TIMEOUT_S)
+        except TimeoutError:
+            seconds = f"{_KEY_FILES_TIMEOUT_S:g} s"
+            return [Refusal("marketplace", f"The key files of the marketplace were not read within {seconds}.")]
+        self.settings = replace(self.settings, marketplace=marketplace)
+        await before.close(marketplace)
+        return list(marketplace.refusals)
+
     async def _take_over_models(self, configs: Sequence[ModelConfig]) -> list[Refusal]:
         """Serve each model as soon as it is loaded. Until then, and if loading fails, its previous version stays."""
         loaded = self.settings.catalog.models
@@ -186,8 +207,9 @@ class Service:
         self.refusals = refusals
         self.recorder.config_checked(refusals)
         logger.info(
-            "Configuration: %d models and %d keys are served.",
+            "Configuration: %d models, %d slugs and %d keys are served.",
             len(self.settings.catalog.models),
+            len(self.settings.marketplace.slugs),
             len(self.settings.keyring),
         )
         for refusal in refusals:

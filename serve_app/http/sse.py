@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from serve_app.api.answer import Answer
+from serve_app.api.relayed import RelayedAnswer
 from serve_app.errors import HttpError
 from serve_app.http.exchange import Exchange
 
@@ -18,8 +19,10 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _LAST_WORDS_TIMEOUT_S = 5.0  # for a client that no longer reads
 
 
-async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -> None:
-    """Send all parts as events, and `[DONE]`. Raises what `Answer.parts` raises; then call `send_failure`."""
+async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -> bytes:
+    """Send all parts as events; returns the last events, up to `[DONE]`. Raises what `Answer.parts` raises; then call
+    `send_failure`.
+    """
     await exchange.start(200, HEADERS)
     async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.parts()) as parts:
         beginning = answer.chunks.begin()
@@ -29,7 +32,16 @@ async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -
             beginning = b""
             if content:
                 await events.write(content)
-    await exchange.end(answer.chunks.end(answer.reply.usage))
+    return answer.chunks.end(answer.reply.usage)
+
+
+async def send_relayed(exchange: Exchange, answer: RelayedAnswer, keep_alive_s: float) -> bytes:
+    """The same for a remote endpoint. Raises `UpstreamLost`; then call `send_failure`."""
+    await exchange.start(200, HEADERS)
+    async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.events()) as relayed:
+        async for content in relayed:
+            await events.write(content)
+    return answer.end()
 
 
 async def send_failure(exchange: Exchange, error: HttpError) -> None:

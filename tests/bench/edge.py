@@ -145,7 +145,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, float]:
     server.should_exit = True
     await serving
     await engine.close()
-    service.close()
+    await service.close()
     tokens = arguments.streams * arguments.tokens
     per_token_us = 1e6 * used / (tokens + arguments.tokens)
     return {

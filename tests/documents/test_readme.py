@@ -21,7 +21,8 @@ from tests.support.readme_blocks import ADDRESS, ROOT, Block, blocks, environmen
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("[a-z]*/README.md"))]
-PAGES += [ROOT / folder / "README.md" for folder in ("serve_app/images", "tests/bench", "tests/clients")]
+_ROOMS = ("serve_app/images", "serve_app/marketplace", "tests/bench", "tests/clients")
+PAGES += [ROOT / folder / "README.md" for folder in _ROOMS]
 PAGES += [ROOT / "engines" / "DECISIONS.md", ROOT / "serve_app" / "config" / "OPTIONS.md"]
 PACKAGES = ("serve_app", "engines", "renderers", "cluster", "tests")
 OF_OTHERS = {"chat_template.jinja", "checkpoint.json", "extra-openai-models.yaml"}
@@ -36,6 +37,9 @@ KINDS = {
     ("bash", "change"): "test_launch.py: it is what `up` prints, and test_up.py runs that",
     ("bash", "develop"): ".ci/run and below",
     ("yaml", "config"): "below",
+    ("yaml", "marketplace"): "test_marketplace.py",
+    ("python", "marketplace"): "test_marketplace.py",
+    ("bash", "marketplace"): "test_marketplace.py",
     ("json", "checkpoint"): "below",
     ("mermaid", ""): "below",
 }

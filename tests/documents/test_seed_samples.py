@@ -5,9 +5,10 @@ The sample with an image in `prompt_chunks` is in
 turns also run against a real model, in `e2e/test_torch_service.py`; the one for openai-node is in `clients/`.
 """
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -15,11 +16,14 @@ import pytest
 
 from tests.support.harness import BASE, CHAT, KEY, RunningEdge
 from tests.support.sample_code import environment, run_curl, run_python, sample, send_as_curl
+from tests.support.slugs import SLUG, Sell, ask, local, remote
+from tests.support.upstream import running_upstream
 
-pytest_plugins = ("tests.support.edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
 
 REASONING, ANSWER = "17 * 20 = 340, and 17 * 3 = 51. 340 + 51 = 391.", "17 * 23 = 391."
 SOLVED = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"
+ASK_KEY = "ask_an-inference-key"
 COLORS = " red, yellow and blue."
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
@@ -188,34 +192,55 @@ def test_a_completion_has_every_field_of_the_documented_one(edge):
     assert reply["choices"] == documented["choices"]
 
 
-# --- the marketplace, with a base model in place of the slug ---
+# --- the marketplace ---
+
+
+@pytest.fixture(params=["local", "remote"])
+def market(request: pytest.FixtureRequest, edge: RunningEdge, sell: Sell) -> Iterator[RunningEdge]:
+    """The service with a slug whose endpoint is here or elsewhere, and a key as that document has them."""
+    edge.script.says(COLORS)
+    key = {"name": "ask", "sha256": hashlib.sha256(ASK_KEY.encode()).hexdigest(), "models": [SLUG]}
+    with running_upstream() as upstream:
+        endpoint = local("it") if request.param == "local" else remote("it", upstream.url)
+        sell(endpoint, changes={"keys": [key, *edge.config["keys"]]})
+        yield edge
+
+
+def market_sample(edge: RunningEdge, name: str, model: str = SLUG) -> str:
+    return sample(name, host=f"http://127.0.0.1:{edge.port}", text_model=model)
 
 
 @by_curl
-def test_the_marketplaces_curl_streams_events_to_done(edge, send: Send):
-    edge.script.says(COLORS)
-    *events, done = [line for line in send(text_of(edge, "marketplace_curl.sh"), KEY).split("\n") if line]
+@pytest.mark.parametrize("model", [SLUG, f"{SLUG}/ep/it"])
+def test_the_marketplaces_curl_streams_events_to_done(market: RunningEdge, send: Send, model: str):
+    printed = send(market_sample(market, "marketplace_curl.sh", model), ASK_KEY)
+    *events, done = [line for line in printed.split("\n") if line]
     assert done == "data: [DONE]"
-    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    choices = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["text"] for choice in choices) == COLORS
     assert choices[-1]["finish_reason"] == "stop"
+    assert {chunk["model"] for chunk in chunks} == {model}
 
 
-def test_the_marketplaces_python_prints_the_text(edge, capsys):
-    edge.script.says(COLORS)
-    run(edge, "marketplace_stream.py")
+def test_the_marketplaces_python_prints_the_text(market: RunningEdge, capsys: pytest.CaptureFixture[str]):
+    run_python(market_sample(market, "marketplace_stream.py"), client=market.sdk(ASK_KEY))
     assert capsys.readouterr().out == COLORS
 
 
-def test_a_chunk_has_every_field_of_the_marketplaces(edge):
-    edge.script.says(COLORS)
-    documented, done = sample("marketplace_events.txt", text_model=BASE).split("\n\n")
-    *_, last = events = edge.events(edge.complete(stream=True))
+def test_a_chunk_has_every_field_of_the_marketplaces(market: RunningEdge):
+    documented, done = sample("marketplace_events.txt", text_model=SLUG).split("\n\n")
+    *_, last = events = market.events(ask(market, max_tokens=32))
     assert f"data: {last}" == done.strip()
     form = json.loads(documented.removeprefix("data: "))
     form["choices"][0].pop("finish_reason")  # null until the last chunk
     assert all(has_form(kinds(event), kinds(form)) for event in events[:-1])
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_marketplaces_key_may_use_the_slug_only(market: RunningEdge):
+    assert ask(market, key=ASK_KEY).status_code == 200
+    assert ask(market, BASE, key=ASK_KEY).status_code == 404
 
 
 def test_price_means_nothing_to_a_base_model_and_is_named_as_ignored(edge):

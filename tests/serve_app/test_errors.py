@@ -20,7 +20,13 @@ def every_error() -> list[Exception]:
             is_error = inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == module.__name__
             if is_error and not kind.__subclasses__():
                 count = len(inspect.signature(kind.__init__).parameters) - 1
-                arguments = {LimitReached: ("m", 2.0), engine_errors.QueueFull: (5,)}.get(kind, ("m", "n", "o")[:count])
+                special = {
+                    LimitReached: ("m", 2.0),
+                    errors.UpstreamRefused: ("m", "n", "o", 422, "p"),
+                    errors.UpstreamFailed: ("m", 2.0),
+                    engine_errors.QueueFull: (5,),
+                }
+                arguments = special.get(kind, ("m", "n", "o")[:count])
                 found.append(kind(*arguments))
     return found
 
@@ -51,7 +57,7 @@ def test_what_may_be_tried_again_says_when_and_our_faults_say_never(error: Excep
 
 def test_the_callers_faults_are_never_answered_with_what_the_sdk_retries() -> None:
     mistakes = [error for error in every_error() if isinstance(error, errors.RequestError | RenderError)]
-    assert len(mistakes) == 10
+    assert len(mistakes) == 11
     assert not {to_http(error).status for error in mistakes} & RETRIED_BY_THE_SDK
 
 

@@ -275,6 +275,18 @@ def use_checkpoints(edge: RunningEdge, cache: Path) -> None:
     assert [entry.name for entry in (cache / "content").iterdir()] == [checkpoint_files.digest(files(3))]
 
 
+def use_slug(edge: RunningEdge) -> None:
+    """Its first endpoint cannot be served, its second can."""
+    price = {"prompt": 1, "completion": 1}
+    endpoints = [
+        {"name": "gone", "model": "tinker://no/sampler_weights/1", "price": price},
+        {"name": "here", "model": BASE, "price": price},
+    ]
+    edge.reconfigure(marketplace={"slugs": [{"id": "acme/two", "endpoints": endpoints}]})
+    response = edge.complete(model="acme/two", stream=True, max_tokens=2)
+    assert (response.status_code, response.headers["x-endpoint"]) == (200, "here")
+
+
 def test_every_metric_of_the_ingress_is_moved_by_requests_over_http(
     model_folders: dict[str, str], tmp_path: Path
 ) -> None:
@@ -299,14 +311,19 @@ def test_every_metric_of_the_ingress_is_moved_by_requests_over_http(
         edge.chat(tools=[{"type": "function", "function": {"name": "f"}}])
         edge.script.makes_something_up()
         use_checkpoints(edge, tmp_path / "cache")
+        use_slug(edge)
         edge.reconfigure(keys=[{"name": ""}])
         edge.wait_until_idle()
     readable = recorder.readable
     assert readable.moved == set(readable.metrics)
+    of_slug = {"slug": "acme/two", "endpoint": "gone"}
+    assert readable.last("roundhouse_endpoint_requests", **of_slug, outcome="failed") == 1
+    assert readable.last("roundhouse_endpoint_fallbacks", **of_slug) == 1
+    assert readable.last("roundhouse_endpoint_requests", slug="acme/two", endpoint="here", outcome="done") == 1
     of_base = {"model": BASE, "key": "test"}
-    assert readable.last("roundhouse_prompt_tokens", **of_base) == 80
+    assert readable.last("roundhouse_prompt_tokens", **of_base) == 82
     assert readable.last("roundhouse_cached_tokens", **of_base) == 32
-    assert readable.last("roundhouse_completion_tokens", **of_base) == 6
+    assert readable.last("roundhouse_completion_tokens", **of_base) == 8
     assert readable.last("roundhouse_replies_unparsed", model=CHAT) == 1
     assert readable.last("roundhouse_requests_running") == 0
     assert [readable.last(f"roundhouse_checkpoint_{name}") for name in STORE_COUNTERS] == [1, 2, 1]

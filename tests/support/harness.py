@@ -302,7 +302,7 @@ def running_edge(
         ready.set()
         await server.serve([listening])
         await running.close()
-        service.close()
+        await service.close()
         for preprocessor in preparing:
             preprocessor.close()
 

@@ -7,6 +7,8 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic cannot read the one of `typing` before Python 3.12
 
+_DECIMAL = r"^[0-9]+(\.[0-9]+)?$"
+
 
 class CachedTokens(TypedDict):
     cached_tokens: int
@@ -73,12 +75,48 @@ class ModelReply(_ModelHead):
     context_length: int
 
 
+class SlugReply(_ModelHead):
+    """A marketplace slug, or one endpoint of it, in GET /models. `created` is always 0."""
+
+
 class ModelList(TypedDict):
     """`has_more`: there are too many checkpoints to list them all."""
 
     object: Literal["list"]
-    data: list[ModelReply | CheckpointReply]
+    data: list[ModelReply | SlugReply | CheckpointReply]
     has_more: bool
+
+
+class PriceReply(TypedDict):
+    """USD per million tokens, as exact decimals. `cached`: of prompt tokens that came from a prefix cache."""
+
+    prompt: Annotated[str, Field(pattern=_DECIMAL)]
+    cached: Annotated[str, Field(pattern=_DECIMAL)]
+    completion: Annotated[str, Field(pattern=_DECIMAL)]
+
+
+class EndpointReply(TypedDict):
+    """An endpoint of a marketplace slug. `model` with it, `<slug>/ep/<name>`, pins it.
+
+    `health`: `up`; `cooling` after a failure; `probing` once that is over and one request tries it; `not_ready` if no
+    replica of its model can produce a token. `first_token_s` and `tokens_per_s`: averages of recent requests, null
+    until there was one.
+    """
+
+    name: str
+    object: Literal["endpoint"]
+    local: bool
+    price: PriceReply
+    health: Literal["up", "cooling", "probing", "not_ready"]
+    first_token_s: float | None
+    tokens_per_s: float | None
+
+
+class EndpointList(TypedDict):
+    """The endpoints in the order of the configuration."""
+
+    object: Literal["list"]
+    data: list[EndpointReply]
 
 
 class ChatTop(TypedDict):
@@ -195,10 +233,12 @@ class VersionReply(TypedDict):
 
 
 class ErrorDetail(TypedDict):
-    """`param` is the path of the invalid request field; `code` is more specific than the status."""
+    """`type`: `invalid_request_error`, `authentication_error`, `rate_limit_error` or `server_error`; or a word of a
+    remote endpoint. `param`: the path of the invalid request field. `code`: more specific than the status.
+    """
 
     message: str
-    type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+    type: str
     param: str | None
     code: str | None
 

@@ -11,9 +11,9 @@ from pydantic_core import from_json
 
 from serve_app.api.ignored_fields import IgnoredFields, ignored_fields
 from serve_app.api.json_body import parse_object
-from serve_app.api.json_structure import Structure
 from serve_app.api.schema.chat import ChatBody
 from serve_app.errors import InvalidRequest
+from serve_app.json_structure import Structure
 
 NAMES = ChatBody.names()
 LARGE = 1 << 17

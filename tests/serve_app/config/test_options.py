@@ -20,10 +20,18 @@ from serve_app.config.refusal import RENAMED
 from serve_app.config.service import ServiceConfig, parse_config
 from serve_app.errors import ConfigRefused
 
-MODEL = {"id": "a/b", "app": "a", "source": "/models/a", "price": {"prompt": 1, "completion": 2}}
+PRICE = {"prompt": 1, "completion": 2}
+MODEL = {"id": "a/b", "app": "a", "source": "/models/a", "price": PRICE}
+UPSTREAM = {"url": "https://example.com/v1", "model": "m", "key": {"env": "A"}}
+ENDPOINT = {"name": "far", "upstream": UPSTREAM, "price": {**PRICE}}  # not the same object: they are changed in place
+SLUG = {"id": "a/slug", "endpoints": [ENDPOINT]}
 KEY = {"name": "k", "env": "A"}
 ROOTS: dict[str, tuple[type, Any, Any]] = {
-    "user_config": (ServiceConfig, parse_config, {"models": [MODEL], "images": {"app": "i"}, "keys": [KEY]}),
+    "user_config": (
+        ServiceConfig,
+        parse_config,
+        {"models": [MODEL], "images": {"app": "i"}, "keys": [KEY], "marketplace": {"slugs": [SLUG]}},
+    ),
     "api": (ApiArgs, parse_api_args, {}),
     "images": (ImageArgs, parse_image_args, {}),
     "model": (ModelArgs, parse_model_args, {"id": "m", "source": "owner/model"}),
@@ -35,7 +43,7 @@ def walk(section: type, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[
         place = (*at, option.name)
         yield place, option
         if option.section is not None:
-            yield from walk(option.section, (*place, 0) if option.default in (REQUIRED, ()) else place)
+            yield from walk(option.section, (*place, 0) if "tuple[" in str(option.hint) else place)
 
 
 ALL = [(root, place, option) for root, (section, *_) in ROOTS.items() for place, option in walk(section)]

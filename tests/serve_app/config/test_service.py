@@ -70,7 +70,7 @@ def test_a_minimal_configuration_has_the_documented_defaults() -> None:
         ({"models": [MODEL, MODEL]}, 'models[1].id must be unique, got "a/b".'),
         (with_key(), "keys[0] must have exactly one of sha256, env and file, got a list of 0."),
         (with_key(sha256=SHA, env="A"), "keys[0] must have exactly one of sha256, env and file, got a list of 2."),
-        (with_key(env="A", models=["x"]), 'keys[0].models[0] must be the id of a model, got "x".'),
+        (with_key(env="A", models=["x"]), 'keys[0].models[0] must be the id of a model or slug, got "x".'),
         (with_key(env="A", expires_at="2031-01-01"), 'keys[0].expires_at must have timezone info, got "2031-01-01".'),
         (with_limits(body_timeout_s=float("nan")), "limits.body_timeout_s must be a finite number, got NaN."),
         (with_limits(per_key={"concurrency": -1}), "limits.per_key.concurrency must be at least 1, got -1."),

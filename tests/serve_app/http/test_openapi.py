@@ -23,22 +23,28 @@ from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.completion import CompletionBody
 from serve_app.api.schema.input_types import TOKEN_ID_MAX
 from serve_app.api.schema.sampling import parse_body
+from serve_app.api.schema.slug import SlugChatBody, SlugCompletionBody, SlugFields
+from serve_app.api.slug_request import slug_request
 from serve_app.api.validate import validate_chat, validate_completion
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.catalog.served_model import load_model
+from serve_app.config.marketplace import SlugConfig
 from serve_app.config.service import LimitsConfig, ModelConfig
 from serve_app.errors import InvalidRequest
 from serve_app.http.app import PREFIXES, build_http_app
 from serve_app.http.openapi import describe_api
+from serve_app.marketplace.slugs import Slug, Wanted
 from tests.support.harness import BASE, CHAT, RunningEdge, StoredCheckpoint
+from tests.support.slugs import SLUG, Sell, ask, ask_chat, local, priced, slug
 from tests.support.tiny_tokenizer import save_model_folder
 
-pytest_plugins = ("tests.support.edge_fixtures",)
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
 
 LIMITS = LimitsConfig(messages=3, tools=2, stop_sequences=2, stop_characters=4, logit_bias_entries=2)
 DOCUMENT = json.loads(describe_api(LIMITS))
 SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: dict[str, type[BaseModel]] = {"ChatBody": ChatBody, "CompletionBody": CompletionBody}
+SLUG_BODIES: dict[str, type[BaseModel]] = {"SlugChatBody": SlugChatBody, "SlugCompletionBody": SlugCompletionBody}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -61,7 +67,7 @@ def closed(schema: Any) -> Any:
 CLOSED = closed(DOCUMENT)
 
 
-VALIDATORS = {name: validator_of(name) for name in BODIES}
+VALIDATORS = {name: validator_of(name) for name in (*BODIES, *SLUG_BODIES)}
 
 
 def check(name: str, value: Any) -> None:
@@ -129,12 +135,12 @@ def test_every_reference_leads_somewhere_and_nothing_is_described_in_vain() -> N
 # --- requests ---
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", [*BODIES, *SLUG_BODIES])
 def test_every_field_that_is_honoured_is_described_and_no_other(name: str) -> None:
-    properties = SCHEMAS[name]["properties"]
-    assert set(properties) == set(BODIES[name].model_fields)
+    properties, fields = SCHEMAS[name]["properties"], {**BODIES, **SLUG_BODIES}[name].model_fields
+    assert set(properties) == set(fields)
     assert all(schema["description"] for schema in properties.values())
-    required = {field for field, info in BODIES[name].model_fields.items() if info.is_required()}
+    required = {field for field, info in fields.items() if info.is_required()}
     assert set(SCHEMAS[name]["required"]) == required
 
 
@@ -253,6 +259,38 @@ def test_a_completion_is_accepted_exactly_if_it_is_as_described(body: Any) -> No
     assert _accepted("CompletionBody", body) == VALIDATORS["CompletionBody"].is_valid(body)
 
 
+PRICE: Any = st.fixed_dictionaries(
+    {}, optional={"max_prompt": SCALARS, "max_completion": SCALARS, "sort": SCALARS | st.just("latency"), "x": SCALARS}
+)
+WHOLE = Wanted(Slug(SlugConfig.model_validate(slug(local("a"), allow_whole=True)), ()))
+
+
+@st.composite
+def slug_bodies(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": SLUG, "stream": True}
+    body |= {"messages": [{"role": "user"}]} if name == "SlugChatBody" else {"prompt": "x"}
+    likely = {**LIKELY, "price": PRICE}
+    for field in draw(st.lists(st.sampled_from([*SLUG_BODIES[name].model_fields, "unknown"]), min_size=1, max_size=3)):
+        body[field] = draw(likely.get(field, SCALARS) | ANYTHING)
+    return {**body, "model": draw(st.sampled_from([SLUG, 1, None]) | st.just(SLUG))}
+
+
+def _taken_by_slug(kind: type[SlugFields], body: Any) -> bool:
+    try:
+        slug_request(WHOLE, kind, body, b"")
+    except InvalidRequest:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", [SlugChatBody, SlugCompletionBody])
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_slug_takes_a_body_exactly_if_it_is_as_described(kind: type[SlugFields], data: st.DataObject) -> None:
+    body = data.draw(slug_bodies(kind.__name__))
+    assert _taken_by_slug(kind, body) == VALIDATORS[kind.__name__].is_valid(body)
+
+
 # --- replies ---
 
 
@@ -284,6 +322,27 @@ def test_models_and_states_are_as_described(edge: RunningEdge) -> None:
         check("ModelReply", client.get(f"/models/{CHAT}").json())
         check("StatusReply", client.get("../healthz").json())
         check("StatusReply", client.get("../readyz").json())
+
+
+def test_what_slugs_say_is_as_described(edge: RunningEdge, sell: Sell) -> None:
+    sell(slug(local("a", CHAT), local("b", price=priced(0.1, 1000, 0.000001)), allow_whole=True))
+    usage = {"stream_options": {"include_usage": True}}
+    for name, response in (("TextCompletionChunk", ask(edge, **usage)), ("ChatCompletionChunk", ask_chat(edge))):
+        *events, done = edge.events(response)
+        assert done == "[DONE]"
+        for event in events:
+            check(name, event)
+    check("TextCompletion", ask(edge, stream=False).json())
+    with edge.http() as client:
+        check("ModelList", client.get("/models").json())
+        check("SlugReply", client.get(f"/models/{SLUG}").json())
+        check("EndpointList", client.get(f"/models/{SLUG}/endpoints").json())
+    described = DOCUMENT["paths"]["/v1/completions"]["post"]["responses"]
+    for response in (ask(edge, stream=False), ask(edge, price={"max_prompt": 0}), ask(edge, price=1)):
+        headers = described[str(response.status_code)]["headers"]
+        assert "x-endpoint" in headers
+    check("ErrorReply", ask(edge, price={"max_prompt": 0}).json())
+    assert "no_endpoint_available" in described["503"]["description"]
 
 
 def test_refusals_are_as_described(edge: RunningEdge) -> None:

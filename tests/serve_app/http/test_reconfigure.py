@@ -106,7 +106,10 @@ def test_a_model_that_is_wrong_stays_as_it_was_and_one_that_is_gone_is_gone(edge
         ({"models": []}, "models must not be empty."),
         ({"models": None}, "models is required."),
         ({"checkpoints": {"roots": [7]}}, "checkpoints.roots[0] must be a string, got 7."),
-        ({"nonsense": 1}, "nonsense is not a known key; the keys here are models, checkpoints, images, keys, limits."),
+        (
+            {"nonsense": 1},
+            "nonsense is not a known key; the keys here are models, checkpoints, images, keys, limits, marketplace.",
+        ),
     ],
 )
 def test_a_bad_section_stays_as_it_was_and_the_others_change(edge: RunningEdge, change: Any, sentence: str) -> None:
@@ -151,7 +154,7 @@ def test_a_key_that_is_wrong_does_not_let_in_whom_it_let_in_before(edge: Running
 
 def test_a_key_that_names_a_model_which_is_not_there_has_the_others(edge: RunningEdge) -> None:
     edge.reconfigure(keys=[key(NEW_KEY, models=[BASE, "no/Model"])])
-    assert edge.service.config_error == 'keys[0].models[1] must be the id of a model, got "no/Model".'
+    assert edge.service.config_error == 'keys[0].models[1] must be the id of a model or slug, got "no/Model".'
     assert [status(edge, NEW_KEY, model) for model in (BASE, CHAT, "no/Model")] == [200, 404, 404]
 
 
@@ -178,7 +181,7 @@ def test_revocation_waits_for_nothing_that_is_still_being_loaded(model_folders: 
         await asyncio.gather(first, second)
         assert len(service.settings.keyring) == 1
         assert list(service.settings.catalog.models) == [CHAT, PLAIN, BASE]
-        service.close()
+        await service.close()
 
     asyncio.run(change())
 
@@ -211,7 +214,7 @@ def test_without_a_store_a_checkpoint_may_be_there_later(model_folders: dict[str
         with pytest.raises(CheckpointUnavailable):
             await service.settings.catalog.resolve(PATH, caller)
         assert await service.settings.catalog.checkpoints_of(caller) == ([], False)
-        service.close()
+        await service.close()
 
     asyncio.run(ask())
 

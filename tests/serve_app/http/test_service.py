@@ -80,7 +80,7 @@ def test_the_store_of_checkpoints_is_opened_in_a_thread_and_closed_once_no_reque
         assert [store.closed.is_set() for store in opened] == [False] * 3
         await asyncio.wait_for(opened[1].closed.wait(), 20)  # requests with the first may take an hour
         assert [store.closed.is_set() for store in opened] == [False, True, False]
-        service.close()
+        await service.close()
         assert [store.closed.is_set() for store in opened] == [True] * 3
 
     asyncio.run(change())

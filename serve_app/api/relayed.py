@@ -1,0 +1,51 @@
+"""An answer of a remote endpoint in progress: the upstream's reply, and what the client gets of it."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from serve_app.api.record import RequestRecord
+from serve_app.errors import UpstreamLost
+from serve_app.marketplace.relay import Relay
+from serve_app.marketplace.upstream import UpstreamReply
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedAnswer:
+    """An answer that has begun. Read it with `events` and then `end`, or with `whole`, once. The first two raise
+    `UpstreamLost`.
+    """
+
+    stream: bool
+    reply: UpstreamReply
+    relay: Relay
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events as they come, all but the last ones. The caller closes it."""
+        while events := await self.reply.read():
+            pieces: list[bytes] = []
+            try:
+                for event in events:
+                    pieces.append(self.relay.pass_on((event,)))
+            except UpstreamLost:
+                yield b"".join(pieces)  # what came before the failure, in the same packet
+                raise
+            if content := b"".join(pieces):
+                yield content
+
+    def end(self) -> bytes:
+        """The last events."""
+        return self.relay.end()
+
+    async def whole(self) -> bytes:
+        """The reply as one body."""
+        return self.relay.whole(self.reply.content)
+
+    def note(self, record: RequestRecord) -> None:
+        """Note the reply's progress."""
+        used = self.relay.used
+        record.prompt_tokens = used.prompt
+        record.cached_tokens = used.cached
+        record.completion_tokens = used.completion
+        record.reasoning_tokens = used.reasoning
+        record.is_estimated = used.is_estimated
+        record.finish_reason = self.relay.finish_reason

@@ -1,0 +1,192 @@
+"""Opens the answer to a request for a marketplace slug: tries the endpoints of the slug in order until one begins to
+answer. After that no other is tried, because the client has a part of the reply.
+"""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from engines.errors import AdapterError, EngineStopped, NonFiniteLogits, QueueFull
+from serve_app.api.answer import Answer, Edge
+from serve_app.api.ignored_fields import IgnoredFields
+from serve_app.api.json_body import parse_object
+from serve_app.api.local_endpoints import NotServed, model_of, not_ready
+from serve_app.api.opening import PARSE_US_PER_BYTE, Body, Operation, ParsedBody, open_again, parsed_body
+from serve_app.api.record import RequestRecord
+from serve_app.api.relayed import RelayedAnswer
+from serve_app.api.slug_request import SlugRequest
+from serve_app.api.ticket import Ticket
+from serve_app.errors import (
+    CheckpointError,
+    FirstTokenTimeout,
+    ImagesOverloaded,
+    ImagesUnavailable,
+    NoEndpoint,
+    NoReplica,
+    ReplicaLost,
+    UpstreamFailed,
+    UpstreamLost,
+    UpstreamRefused,
+)
+from serve_app.marketplace.choice import order
+from serve_app.marketplace.health import Attempt
+from serve_app.marketplace.outgoing import outgoing
+from serve_app.marketplace.relay import Relay
+from serve_app.marketplace.slugs import Endpoint, Slug
+from serve_app.marketplace.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+_Opened = AbstractAsyncContextManager[Answer | RelayedAnswer]
+
+_BYTES_PER_TOKEN = 4  # of a prompt that only the upstream counts
+_MOST_TOKENS = 1 << 15  # of a reply that only the upstream limits: few are longer
+_HELD_UP_PART = 0.1
+
+_FAILURES: Final = (
+    UpstreamFailed,
+    NotServed,
+    NoReplica,
+    ReplicaLost,
+    FirstTokenTimeout,
+    EngineStopped,
+    AdapterError,
+    NonFiniteLogits,
+    CheckpointError,
+)
+"""The endpoint failed before its first byte: it cools down, and the next one is tried."""
+_BUSY: Final = (QueueFull, ImagesOverloaded, ImagesUnavailable)
+"""The next endpoint is tried, but this one does not cool down: one key that fills its queue would take it from all."""
+_LOST: Final = (UpstreamLost, ReplicaLost, EngineStopped, NonFiniteLogits)
+"""The endpoint failed after its first byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    endpoint: Endpoint
+    attempt: Attempt
+    answer: Answer | RelayedAnswer
+
+
+@asynccontextmanager
+async def open_slug(
+    edge: Edge, ticket: Ticket, operation: Operation[Body], request: SlugRequest
+) -> AsyncIterator[Answer | RelayedAnswer]:
+    """Raises what `open_request` raises for a fault of the caller, `UpstreamRefused`, or `NoEndpoint`."""
+    slug = request.wanted.slug
+    ticket.record.slug = slug.id
+    down = await not_ready(edge, slug)
+    endpoints = order(
+        request.wanted, request.price_options, request.cache_key, lambda endpoint: endpoint.name not in down
+    )
+
+    def opened(endpoint: Endpoint) -> _Opened:
+        if endpoint.upstream is None:
+            return _open_local(edge, ticket, operation, request, endpoint)
+        return _open_remote(edge, ticket, operation.path, request, endpoint.upstream)
+
+    async with AsyncExitStack() as stack:
+        begun = await _first(ticket, slug, endpoints, opened, stack)
+        began_at = time.monotonic()
+        try:
+            yield begun.answer
+        except _LOST:
+            begun.attempt.failed()
+            raise
+        _measure(begun, ticket.record, time.monotonic() - began_at)
+
+
+async def _first(
+    ticket: Ticket,
+    slug: Slug,
+    endpoints: Sequence[Endpoint],
+    opened: Callable[[Endpoint], _Opened],
+    stack: AsyncExitStack,
+) -> _Begun:
+    """The first answer that begins; `stack` closes it. Raises `NoEndpoint`, and what is not the endpoint's failure."""
+    for endpoint in endpoints:
+        attempt = endpoint.health.begin()
+        if attempt is None:
+            continue  # another request has just begun to probe it
+        ticket.record.try_endpoint(slug.id, endpoint.name, endpoint.price)
+        tried_at = time.monotonic()
+        try:
+            answer = await stack.enter_async_context(opened(endpoint))
+        except UpstreamRefused:
+            attempt.succeeded()
+            raise
+        except _FAILURES as exc:
+            attempt.failed(exc.retry_after_s if isinstance(exc, UpstreamFailed) else 0.0)
+            _pass_over(ticket, exc)
+        except _BUSY as exc:
+            _pass_over(ticket, exc)
+        else:
+            attempt.succeeded()
+            if answer.stream:
+                endpoint.recent.saw_first_token(time.monotonic() - tried_at)
+            return _Begun(endpoint, attempt, answer)
+        finally:
+            attempt.abandoned()
+    failed = " and ".join(map(repr, ticket.record.passed_over))
+    reason = f"{failed} failed" if failed else "one request at a time tries it again"
+    raise NoEndpoint(f"No endpoint of {slug.id!r} answered now: {reason}.")
+
+
+def _pass_over(ticket: Ticket, exc: Exception) -> None:
+    """Undo what the endpoint was given of the request."""
+    record = ticket.record
+    logger.warning(
+        "request_id=%s slug=%s endpoint=%s failed: %s: %s",
+        record.request_id,
+        record.slug,
+        record.endpoint,
+        type(exc).__name__,
+        exc,
+    )
+    ticket.refund()
+    ticket.hold_images(0)
+    ticket.ignored_fields = IgnoredFields()
+    record.pass_over()
+
+
+def _measure(begun: _Begun, record: RequestRecord, within_s: float) -> None:
+    """A client that reads slowly holds up its endpoint, so its reply says nothing about the endpoint's speed."""
+    if begun.answer.stream and record.client_s <= _HELD_UP_PART * within_s:
+        begun.endpoint.recent.saw_tokens(record.completion_tokens - 1, within_s)
+
+
+@asynccontextmanager
+async def _open_local(
+    edge: Edge, ticket: Ticket, operation: Operation[Body], request: SlugRequest, endpoint: Endpoint
+) -> AsyncIterator[Answer]:
+    cost_us = len(request.content) * PARSE_US_PER_BYTE
+    parsed = await edge.workers.run(cost_us, _parsed, operation, request, edge)
+    ticket.ignored_fields = parsed.ignored_fields
+    find = model_of(endpoint, request.requested, ticket.caller.name)
+    async with open_again(edge, ticket, parsed.body, operation.prepare, find) as answer:
+        yield answer
+
+
+def _parsed(operation: Operation[Body], request: SlugRequest, edge: Edge) -> ParsedBody[Body]:
+    """The whole body, of which a slug reads a part only. Raises `InvalidRequest`."""
+    raw = parse_object(request.content, operation.all_names, longest_context=edge.catalog.longest_context)
+    return parsed_body(operation, raw, edge, operation.all_names)
+
+
+@asynccontextmanager
+async def _open_remote(
+    edge: Edge, ticket: Ticket, path: str, request: SlugRequest, upstream: Upstream
+) -> AsyncIterator[RelayedAnswer]:
+    content = request.content
+    ticket.record.about_remote(upstream.config.model, streamed=request.stream)
+    asked = request.body.most_tokens
+    ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or _MOST_TOKENS)
+    cost_us = len(content) * PARSE_US_PER_BYTE
+    body = await edge.workers.run(cost_us, outgoing, content, upstream.config, stream=request.stream)
+    ticket.hold(len(body))
+    relay = Relay(request.requested, prompt_bytes=len(content), wants_usage=request.include_usage, secret=upstream.key)
+    async with upstream.open(path, body, stream=request.stream) as reply:
+        yield RelayedAnswer(request.stream, reply, relay)

@@ -1,0 +1,230 @@
+"""Turns the events of an upstream into those that the client gets, and counts tokens.
+
+Chunks keep their bytes, except for `model`, which becomes what the client asked for, and `usage`. Usage is always asked
+for upstream. A client that asked for it gets it once, in the last chunk, wherever the upstream sends it; for others it
+is removed.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic_core import from_json
+
+from serve_app.errors import UpstreamLost
+from serve_app.json_structure import Structure, edited, without_collections
+from serve_app.marketplace.events import Event
+from serve_app.marketplace.secret import Secret
+
+JsonObject = dict[str, object]
+
+DONE: Final = b"[DONE]"
+_MODEL: Final = re.compile(rb'[,{]\s*"model"\s*:\s*("(?:[^"\\]|\\.)*")')
+_NULL_USAGE: Final = re.compile(rb',\s*"usage"\s*:\s*null(?=[^{}\[\]]*\}\s*\Z)')
+_CHARACTERS_PER_TOKEN: Final = 4
+_MOST_CHOICES: Final = 1024
+_MOST_TOKENS: Final = 2**31
+MAX_WHOLE_VALUES: Final = 1_000_000  # of a whole reply, whose log-probabilities come together
+_MAX_VALUES: Final = 100_000  # of an event
+_SMALL_BYTES: Final = 1 << 16  # has fewer values
+_COMMON: Final = ("id", "object", "created")  # to all chunks of a reply
+_TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """The tokens of a reply. `cached` is a part of `prompt`, `reasoning` of `completion`. `is_estimated`: the upstream
+    did not say.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+    is_estimated: bool = False
+
+    @property
+    def shown(self) -> JsonObject:
+        """As `usage` shows it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+
+
+class Relay:
+    """One reply of an upstream."""
+
+    def __init__(self, requested: str, *, prompt_bytes: int, wants_usage: bool, secret: str | None) -> None:
+        """`requested`: what `model` becomes. `prompt_bytes`: the prompt is estimated from them if the upstream does not
+        count. `wants_usage`: the client asked for usage in the stream. `secret`: the upstream's key.
+        """
+        self.finish_reason = ""
+        self._model = json.dumps(requested).encode()
+        self._prompt_bytes = prompt_bytes
+        self._wants_usage = wants_usage
+        self._secret = Secret(secret)
+        self._usage: JsonObject = {}
+        self._usage_chunk = b""  # held to the end
+        self._last: JsonObject = {}
+        self._num_guessed = 0  # completion tokens
+        self._begun: set[int] = set()  # indexes of choices
+        self._finished: set[int] = set()
+        self._is_done = False
+
+    @property
+    def used(self) -> Used:
+        """What was used so far; an estimate until the upstream reports."""
+        return _reported(self._usage) or Used(
+            -(-self._prompt_bytes // _CHARACTERS_PER_TOKEN), completion=self._num_guessed, is_estimated=True
+        )
+
+    def pass_on(self, events: Sequence[Event]) -> bytes:
+        """What the client gets for these events; empty if nothing. Raises `UpstreamLost` for an error among them."""
+        return b"".join([self._chunk(event) for event in events])
+
+    def end(self) -> bytes:
+        """The last events: the usage if it is wanted, and `[DONE]`. Call it once the upstream's stream has ended.
+        Raises `UpstreamLost` if the reply was cut.
+        """
+        if not self._is_done and (not self._finished or self._begun - self._finished):
+            raise UpstreamLost("The upstream ended its stream before the reply was complete.")
+        usage = _event(self._usage_chunk or self._own_usage_chunk()) if self._wants_usage else b""
+        return usage + _event(DONE)
+
+    def whole(self, content: bytes) -> bytes:
+        """What the client gets for a whole reply."""
+        content = self._secret.hide_in_json(content)
+        value = parsed(content, max_values=MAX_WHOLE_VALUES)
+        assert value is not None, "the upstream's client checked it"
+        choices = _choices(value)
+        self._note(value, choices)
+        self._num_guessed = -(-sum(map(_text_length, choices)) // _CHARACTERS_PER_TOKEN)
+        return edited(content, {"model": self._model})
+
+    def _chunk(self, event: Event) -> bytes:
+        if self._is_done or event.data == DONE:
+            self._is_done = True
+            return b""
+        content = self._secret.hide_in_json(event.data)
+        value = parsed(content)
+        if value is None:
+            raise UpstreamLost("The upstream sent an event that is no JSON object, or has too many values.")
+        if event.name == b"error" or value.get("error"):
+            raise UpstreamLost("The upstream sent an error during the reply.")
+        choices = _choices(value)
+        self._note(value, choices)
+        if not choices and isinstance(value.get("usage"), dict):
+            self._usage_chunk = self._with_model(content, value)
+            return b""
+        self._last = value
+        return _event(self._with_model(self._without_usage(content, value), value))
+
+    def _note(self, value: JsonObject, choices: list[JsonObject]) -> None:
+        if (usage := _usage_in(value, choices)) is not None:
+            self._usage = usage
+        for choice in choices:
+            index = choice.get("index")
+            index = index if isinstance(index, int) and 0 <= index < _MOST_CHOICES else 0
+            self._begun.add(index)
+            self._num_guessed += _has_text(choice)
+            reason = choice.get("finish_reason")
+            if reason and isinstance(reason, str):
+                self.finish_reason = reason
+                self._finished.add(index)
+
+    def _without_usage(self, content: bytes, value: JsonObject) -> bytes:
+        if "usage" not in value or (self._wants_usage and value["usage"] is None):
+            return content
+        if self._wants_usage:
+            return edited(content, {"usage": b"null"})
+        # Nothing is nested in what follows, and one object ends there: so it is the outermost one's.
+        shorter, count = _NULL_USAGE.subn(b"", content, 1)
+        return shorter if count else edited(content, {"usage": None})
+
+    def _with_model(self, content: bytes, value: JsonObject) -> bytes:
+        """Most chunks have their model before anything nested, or after it, and are changed without a look at all."""
+        if content.count(b'"model"') == 1 and (found := _MODEL.search(content)) is not None:
+            start, end = found.span(1)
+            is_before = content.count(b"{", 0, start) == 1 and b"[" not in content[:start]
+            if is_before or (content.count(b"}", end) == 1 and b"{" not in content[end:]):
+                return content[:start] + self._model + content[end:]
+        if "model" not in value and value:
+            opening = content.index(b"{") + 1
+            return b'%b"model":%b,%b' % (content[:opening], self._model, content[opening:])
+        return edited(content, {"model": self._model})
+
+    def _own_usage_chunk(self) -> bytes:
+        """For an upstream that reports usage elsewhere or not at all."""
+        chunk: JsonObject = {name: self._last[name] for name in _COMMON if name in self._last}
+        chunk |= {"model": json.loads(self._model), "choices": [], "usage": self._usage or self.used.shown}
+        return json.dumps(chunk, separators=(",", ":")).encode()
+
+
+def parsed(content: bytes, *, max_values: int = _MAX_VALUES) -> JsonObject | None:
+    """None if it is no JSON object, or has too many values: reading them would block all other requests."""
+    try:
+        if len(content) <= _SMALL_BYTES:
+            value = from_json(content)
+        elif Structure.of(content).num_values_in_all > max_values:
+            return None
+        else:
+            with without_collections():
+                value = from_json(content)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _event(data: bytes) -> bytes:
+    if b"\n" in data:
+        data = data.replace(b"\n", b" ")  # between values: no JSON string holds one
+    return b"data: %b\n\n" % data
+
+
+def _choices(value: JsonObject) -> list[JsonObject]:
+    choices = value.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
+def _usage_in(value: JsonObject, choices: Sequence[JsonObject]) -> JsonObject | None:
+    """Some upstreams report it in the last choice."""
+    found = [each for holder in (*choices, value) if isinstance(each := holder.get("usage"), dict)]
+    return found[-1] if found else None
+
+
+def _has_text(choice: JsonObject) -> bool:
+    delta = choice.get("delta")
+    return bool(choice.get("text")) or (isinstance(delta, dict) and any(map(delta.get, _TEXTS)))
+
+
+def _text_length(choice: JsonObject) -> int:
+    """Of a whole reply, in characters."""
+    message = choice.get("message")
+    texts = (choice.get("text"), *(map(message.get, _TEXTS) if isinstance(message, dict) else ()))
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _reported(usage: JsonObject) -> Used | None:
+    """None if it has no counts that can be true."""
+    prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    if prompt is None or completion is None:
+        return None
+    cached = _detail(usage.get("prompt_tokens_details"), "cached_tokens")
+    reasoning = _detail(usage.get("completion_tokens_details"), "reasoning_tokens")
+    return Used(prompt, min(cached, prompt), completion, min(reasoning, completion))
+
+
+def _detail(details: object, name: str) -> int:
+    return (_count(details.get(name)) or 0) if isinstance(details, dict) else 0
+
+
+def _count(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value < _MOST_TOKENS else None

@@ -1,0 +1,590 @@
+"""Marketplace slugs with remote endpoints: real servers that behave and misbehave, over real connections."""
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from serve_app.api.record import Outcome, RequestRecord
+from tests.support.bad_ports import closed_port, silent_port
+from tests.support.harness import KEY, RunningEdge
+from tests.support.slugs import (
+    SLUG,
+    Sell,
+    ask,
+    ask_chat,
+    endpoint_of,
+    listed,
+    local,
+    priced,
+    remote,
+    text_of,
+    under_clock,
+)
+from tests.support.upstream import Upstream, running_upstream
+from tests.support.upstream_replies import TEXTS, Stream, refusal, usage_of
+from tests.support.waiting import eventually
+from tests.support.wire import error, post_head
+
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+
+COLORS = "".join(TEXTS)
+THEIR_KEY = "sk-the-key-of-the-upstream"
+FAIL_FIRST = [
+    *("error-first", "empty", "done-only", "cut-at-once", "reset-at-once", "cut-after-head", "gzip-lies"),
+    *("never-answers", "slow-head", "half-a-head", "slow-first-byte", "comments-first", "endless-headers"),
+    *("long-header", "html-200", "html-404", "html-502", "429-retry-after", "503-retry-after", "echo-401", "echo-500"),
+    *("301", "302", "303", "307", "308", "401", "402", "403", "404", "405", "408", "429", "500", "502", "503", "504"),
+]
+FAIL_LATER = [
+    *("error-mid", "cut", "cut-no-length", "cut-in-event", "reset", "stall", "hang", "not-json"),
+    *("comments-for-ever", "drip", "endless-event", "gzip-bomb", "echo-events"),
+]
+END_WELL = [
+    *("normal", "usage-beside-last", "usage-with-text", "usage-every", "usage-every-but-own", "usage-never"),
+    *("usage-unasked", "finish-with-text", "no-done", "comments", "crlf", "cr", "bom", "multi-line", "no-space"),
+    *("fields", "bytewise", "unknown-fields", "no-length", "closes-after", "gzip", "deflate"),
+]
+
+
+@pytest.fixture
+def upstream() -> Iterator[Upstream]:
+    with running_upstream() as running:
+        yield running
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> dict[str, str]:
+    path = tmp_path / "key"
+    path.write_text(THEIR_KEY + "\n")
+    return {"file": str(path)}
+
+
+def last_record(edge: RunningEdge) -> RequestRecord:
+    edge.wait_until_idle()
+    return edge.recorder.ended[-1]
+
+
+# --- what goes up, and what comes back ---
+
+
+def test_a_stream_of_a_remote_endpoint_comes_through(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, key_file: Any
+) -> None:
+    sell(remote("far", upstream.url, key=key_file))
+    response = ask(edge, max_tokens=32, seed=12345678901234567890, logit_bias={"1": 0.10}, x_more=[1e400 * 0 == 0])
+    assert (text_of(edge, response), endpoint_of(response)) == (COLORS, "far")
+    assert {event["model"] for event in edge.events(response)[:-1]} == {SLUG}
+    assert "x-ignored-fields" not in response.headers
+    (received,) = upstream.received
+    assert received.path == "/v1/completions"
+    assert received.header("authorization") == f"Bearer {THEIR_KEY}"
+    assert KEY not in str(received.headers) + received.body.decode()
+    assert received.json() == {
+        "model": "their/model",
+        "prompt": "hi",
+        "stream": True,
+        "max_tokens": 32,
+        "seed": 12345678901234567890,
+        "logit_bias": {"1": 0.10},
+        "x_more": [False],
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_a_chat_of_a_remote_endpoint_comes_through(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    sell(remote("far", upstream.url))
+    response = ask_chat(edge, f"{SLUG}/ep/far", messages=[{"role": "critic", "content": {"odd": 1}}])
+    assert (text_of(edge, response), endpoint_of(response)) == (COLORS, "far")
+    assert {event["model"] for event in edge.events(response)[:-1]} == {f"{SLUG}/ep/far"}
+    (received,) = upstream.received
+    assert received.path == "/v1/chat/completions"
+    assert received.header("authorization") is None
+    assert received.json()["messages"] == [{"role": "critic", "content": {"odd": 1}}]
+
+
+@pytest.mark.parametrize("takes_it", [True, False])
+def test_the_cache_key_goes_up_only_where_it_is_taken_and_the_price_nowhere(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, takes_it: bool
+) -> None:
+    sell(remote("far", upstream.url, takes={"prompt_cache_key": takes_it}))
+    assert ask(edge, prompt_cache_key="tenant-7", price={"max_prompt": 5}).status_code == 200
+    sent = upstream.received[0].json()
+    assert sent.get("prompt_cache_key") == ("tenant-7" if takes_it else None)
+    assert "price" not in sent
+
+
+@pytest.mark.parametrize("behaviour", END_WELL)
+@pytest.mark.parametrize("wants_usage", [True, False])
+def test_every_good_stream_says_the_same(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, behaviour: str, wants_usage: bool
+) -> None:
+    sell(remote("far", upstream.url_as(behaviour)))
+    fields = {"stream_options": {"include_usage": True}} if wants_usage else {}
+    response = ask(edge, **fields)
+    assert text_of(edge, response) == COLORS
+    events = edge.events(response)[:-1]
+    reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
+    assert [reason for reason in reasons if reason] == ["stop"]
+    counted = [event["usage"] for event in events if event.get("usage")]
+    if not wants_usage:
+        assert counted == []
+    else:
+        assert events[-1]["choices"] == []
+        assert counted == [events[-1]["usage"]]
+        if behaviour != "usage-never":
+            assert counted == [json.loads(usage_of(7, 2, 3))]
+    record = last_record(edge)
+    assert (record.outcome, record.finish_reason) == (Outcome.DONE, "stop")
+
+
+def test_unknown_fields_come_back_as_they_are(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    sell(remote("far", upstream.url_as("unknown-fields")))
+    response = ask(edge)
+    assert '"x_cost":0.10,"x_big":12345678901234567890123' in response.text
+    assert '"x_seen":true' in response.text
+
+
+def test_the_record_has_the_usage_the_price_and_the_upstreams_model(
+    edge: RunningEdge, sell: Sell, upstream: Upstream
+) -> None:
+    sell(remote("far", upstream.url, price=priced(2, 10, 1)))
+    ask(edge)
+    record = last_record(edge)
+    assert (record.slug, record.endpoint, record.model, record.streamed) == (SLUG, "far", "their/model", True)
+    assert (record.prompt_tokens, record.cached_tokens, record.completion_tokens) == (7, 2, 3)
+    assert (record.is_estimated, record.cost) == (False, Decimal("0.000042"))
+    assert record.first_token_s is not None
+
+
+def test_what_an_upstream_does_not_count_is_estimated(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    sell(remote("far", upstream.url_as("usage-never"), takes={"stream_usage": False}))
+    assert ask(edge, prompt="x" * 4000).status_code == 200
+    assert "stream_options" not in upstream.received[0].json()
+    record = last_record(edge)
+    assert record.is_estimated
+    assert record.completion_tokens == 3
+    assert 1000 <= record.prompt_tokens <= 1050
+
+
+def test_a_large_event_comes_through(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    sell(remote("far", upstream.url_as("large-event")))
+    assert text_of(edge, ask(edge)) == "x" * 1_000_000 + " end"
+
+
+def test_a_slug_that_allows_it_replies_whole_with_what_it_would_stream(
+    edge: RunningEdge, sell: Sell, upstream: Upstream
+) -> None:
+    sell(remote("far", upstream.url), allow_whole=True)
+    for asked, said in ((ask, lambda choice: choice["text"]), (ask_chat, lambda choice: choice["message"]["content"])):
+        response = asked(edge, stream=False)
+        whole = response.json()
+        assert (endpoint_of(response), whole["model"], upstream.received[-1].json()["stream"]) == ("far", SLUG, False)
+        streamed = asked(edge, stream_options={"include_usage": True})
+        assert text_of(edge, streamed) == said(whole["choices"][0])
+        assert edge.events(streamed)[-2]["usage"] == whole["usage"]
+    record = last_record(edge)
+    assert (record.prompt_tokens, record.completion_tokens, record.is_estimated) == (7, 3, False)
+
+
+# --- failures before the first byte ---
+
+
+@pytest.mark.parametrize("behaviour", FAIL_FIRST)
+def test_what_fails_before_its_first_byte_is_passed_over_and_cools_down(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, behaviour: str
+) -> None:
+    sell(remote("far", upstream.url_as(behaviour)), local("here"))
+    edge.script.says("here")
+    response = ask(edge, max_tokens=32)
+    assert (endpoint_of(response), text_of(edge, response)) == ("here", "here")
+    assert [item["health"] for item in listed(edge)] == ["cooling", "up"]
+    assert endpoint_of(ask(edge)) == "here"
+    assert len(upstream.received) == 1
+    assert edge.recorder.ended[0].passed_over == ("far",)
+
+
+@pytest.mark.parametrize("port", [closed_port, silent_port])
+def test_an_upstream_that_cannot_be_connected_to_is_passed_over(edge: RunningEdge, sell: Sell, port: Any) -> None:
+    with port() as number:
+        sell(remote("far", f"http://127.0.0.1:{number}/v1"), local("here"))
+        assert endpoint_of(ask(edge)) == "here"
+    assert [item["health"] for item in listed(edge)] == ["cooling", "up"]
+
+
+def test_a_private_address_is_not_connected_to_unless_it_is_allowed(
+    edge: RunningEdge, sell: Sell, upstream: Upstream
+) -> None:
+    by_name = upstream.url.replace("127.0.0.1", "localhost")
+    sell(remote("far", by_name, allow_private=False), local("here"))
+    assert endpoint_of(ask(edge)) == "here"
+    assert upstream.connections == 0
+
+
+@pytest.mark.parametrize("behaviour", ["html-200", "error-first", "429", "echo-500"])
+def test_a_whole_reply_that_fails_is_passed_over_too(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, behaviour: str
+) -> None:
+    sell(remote("far", upstream.url_as(behaviour)), local("here"), allow_whole=True)
+    response = ask(edge, stream=False)
+    assert (endpoint_of(response), response.json()["model"]) == ("here", SLUG)
+
+
+def test_what_an_upstream_asks_for_lengthens_its_cool_down(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    upstream.behaves(refusal(429, headers=(("retry-after", "100"),)))
+    sell(remote("far", upstream.url), local("here"))
+    clock = under_clock(edge)
+    ask(edge)
+    clock.now += 99
+    assert listed(edge)[0]["health"] == "cooling"
+    clock.now += 1
+    assert listed(edge)[0]["health"] == "probing"
+
+
+def test_when_all_fail_the_caller_is_told_nothing_of_why(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    sell(remote("a", upstream.url_as("echo-401")), remote("b", upstream.url_as("html-502")))
+    response = ask(edge)
+    assert response.status_code == 503
+    message = f"No endpoint of {SLUG!r} answered now: 'a' and 'b' failed."
+    assert response.json() == error(message, "server_error", code="no_endpoint_available")
+    record = last_record(edge)
+    assert (record.prompt_tokens, record.is_estimated, record.endpoint) == (0, False, "")
+
+
+# --- refusals of the request ---
+
+
+@pytest.mark.parametrize("status", ["400", "413", "415", "422"])
+def test_a_refusal_of_the_request_passes_through_and_is_no_failure(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, status: str
+) -> None:
+    sell(remote("far", upstream.url_as(status)), local("here"))
+    response = ask(edge)
+    assert response.status_code == int(status)
+    assert response.json() == error(f"The upstream says {status}.")
+    assert response.headers["x-endpoint"] == "far"
+    assert (edge.script.requests, last_record(edge).outcome) == ([], Outcome.REFUSED)
+    assert [item["health"] for item in listed(edge)] == ["up", "up"]
+
+
+@pytest.mark.parametrize("behaviour", ["detail", "vllm-error", "text-error", "empty-error", "not-utf8-error"])
+def test_a_refusal_in_another_shape_gets_ours(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, behaviour: str
+) -> None:
+    sell(remote("far", upstream.url_as(behaviour)))
+    response = ask(edge)
+    assert response.status_code in (400, 422)
+    body = response.json()
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["message", "type", "param", "code"]
+    assert body["error"]["type"] == ("BadRequestError" if behaviour == "vllm-error" else "invalid_request_error")
+    assert body["error"]["message"]
+
+
+def test_a_huge_refusal_is_cut(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    sell(remote("far", upstream.url_as("large-error")))
+    response = ask(edge)
+    assert response.status_code == 400
+    assert len(response.content) < 100_000
+
+
+# --- failures after the first byte ---
+
+
+@pytest.mark.parametrize("behaviour", FAIL_LATER)
+def test_what_fails_after_its_first_byte_ends_with_an_error_event(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, behaviour: str
+) -> None:
+    sell(remote("far", upstream.url_as(behaviour)), local("here"))
+    response = ask(edge)
+    assert endpoint_of(response) == "far"
+    *before, last = edge.events(response)
+    assert before
+    assert last["error"]["code"] == "upstream_failed"
+    assert edge.script.requests == []
+    record = last_record(edge)
+    assert (record.outcome, record.error_code, record.endpoint) == (Outcome.FAILED, "upstream_failed", "far")
+    assert record.completion_tokens >= 1
+    assert [item["health"] for item in listed(edge)] == ["cooling", "up"]
+    assert upstream.received[-1].over.wait(1.0)
+
+
+@pytest.mark.parametrize("behaviour", ["echo-400", "echo-401", "echo-500", "echo-events"])
+def test_the_upstreams_key_reaches_neither_the_client_nor_the_log(
+    edge: RunningEdge,
+    sell: Sell,
+    upstream: Upstream,
+    key_file: Any,
+    caplog: pytest.LogCaptureFixture,
+    behaviour: str,
+) -> None:
+    sell(remote("far", upstream.url_as(behaviour), key=key_file))
+    with caplog.at_level("DEBUG"):
+        response = ask(edge)
+        edge.wait_until_idle()
+    assert upstream.received[0].header("authorization") == f"Bearer {THEIR_KEY}"
+    shown = response.text + str(response.headers) + caplog.text
+    assert THEIR_KEY not in shown
+    assert KEY not in caplog.text
+    assert "set-cookie" not in response.headers
+    assert "x-echo" not in response.headers
+
+
+# --- clients that leave or do not read ---
+
+
+def request(**fields: Any) -> bytes:
+    body = json.dumps({"model": SLUG, "prompt": "hi", "stream": True, **fields}).encode()
+    return post_head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}") + body
+
+
+@pytest.mark.parametrize(
+    "behaviour", ["hang", "slow-first-byte", "never-answers", "endless-stream", "comments-for-ever"]
+)
+def test_a_client_that_leaves_is_felt_upstream_within_a_second(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, behaviour: str
+) -> None:
+    upstream.behaves(behaviour)
+    sell(remote("far", upstream.url, first_byte_timeout_s=30.0, idle_timeout_s=30.0), local("here"))
+    with edge.raw() as connection:
+        connection.sendall(request())
+        (received,) = upstream.wait_for(1)
+        if behaviour not in ("slow-first-byte", "never-answers"):
+            assert connection.recv(65536)
+    assert received.left.wait(1.0)
+    record = last_record(edge)
+    assert (record.outcome, record.endpoint, record.is_estimated) == (Outcome.LEFT, "far", True)
+    assert [item["health"] for item in listed(edge)] == ["up", "up"]
+    eventually(lambda: upstream.open_connections == 0)
+
+
+def test_a_whole_reply_that_nobody_waits_for_is_left_too(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    upstream.behaves("never-answers")
+    sell(remote("far", upstream.url, first_byte_timeout_s=30.0), allow_whole=True)
+    with edge.raw() as connection:
+        connection.sendall(request(stream=False))
+        (received,) = upstream.wait_for(1)
+    assert received.left.wait(1.0)
+    edge.wait_until_idle()
+
+
+def test_a_client_that_does_not_read_holds_up_the_upstream(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    upstream.behaves("endless-stream")
+    sell(remote("far", upstream.url, idle_timeout_s=30.0))
+    with edge.raw() as connection:
+        connection.sendall(request())
+        (received,) = upstream.wait_for(1)
+        sizes: list[int] = [-1]
+
+        def stands_still() -> bool:
+            sizes.append(received.sent_bytes)
+            return len(sizes) > 20 and len(set(sizes[-20:])) == 1 and sizes[-1] > 0
+
+        eventually(stands_still)
+        assert received.sent_bytes < 8 << 20
+        assert not received.left.is_set()
+    assert received.left.wait(1.0)
+    edge.wait_until_idle()
+
+
+def test_comments_tell_a_client_that_an_upstream_is_silent(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    upstream.behaves("stall")
+    sell(remote("far", upstream.url, idle_timeout_s=30.0))
+    with edge.raw() as connection:
+        connection.sendall(request())
+        seen = b""
+        while b": keep-alive\n\n" not in seen:
+            seen += connection.recv(65536)
+        upstream.release()
+        while b"data: [DONE]" not in seen:
+            seen += connection.recv(65536)
+
+
+def test_the_time_limit_of_all_requests_holds_for_upstreams(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    sell(
+        remote("far", upstream.url_as("hang"), idle_timeout_s=30.0),
+        changes={"limits": {"total_timeout_s": 0.5}},
+    )
+    *_, last = edge.events(ask(edge))
+    assert last["error"]["code"] == "timeout"
+    eventually(lambda: upstream.open_connections == 0)
+
+
+# --- probes ---
+
+
+def test_only_one_request_at_a_time_probes_and_one_that_leaves_makes_room(
+    edge: RunningEdge, sell: Sell, upstream: Upstream
+) -> None:
+    upstream.behaves_next("500")
+    sell(remote("far", upstream.url, first_byte_timeout_s=30.0), local("here"))
+    clock = under_clock(edge)
+    assert endpoint_of(ask(edge)) == "here"
+    clock.now += 30
+    upstream.behaves("slow-first-byte")
+    with edge.raw() as connection:
+        connection.sendall(request())
+        upstream.wait_for(2)
+        assert endpoint_of(ask(edge)) == "here"
+        assert ask(edge, f"{SLUG}/ep/far").status_code == 503
+        assert listed(edge)[0]["health"] == "probing"
+    assert upstream.received[1].left.wait(1.0)
+    edge.wait_until_idle()
+    upstream.behaves("normal")
+    assert [endpoint_of(ask(edge)) for _ in range(2)] == ["far", "far"]
+    assert listed(edge)[0]["health"] == "up"
+
+
+def test_a_probe_that_fails_doubles_the_cool_down_up_to_five_minutes(
+    edge: RunningEdge, sell: Sell, upstream: Upstream
+) -> None:
+    upstream.behaves("500")
+    sell(remote("far", upstream.url), local("here"))
+    clock = under_clock(edge)
+    for number, cool_down_s in enumerate((30, 60, 120, 240, 300, 300), start=1):
+        assert endpoint_of(ask(edge)) == "here"
+        assert len(upstream.received) == number
+        clock.now += cool_down_s - 0.5
+        assert endpoint_of(ask(edge)) == "here"
+        assert len(upstream.received) == number
+        clock.now += 0.5
+
+
+# --- the choice by measurements ---
+
+
+def test_the_fastest_is_preferred_once_all_are_measured(edge: RunningEdge, sell: Sell) -> None:
+    slow = Stream(texts=(" a",) * 5, pace_s=0.05)
+    with running_upstream(slow) as first, running_upstream(Stream(texts=(" a",) * 5, pace_s=0.001)) as second:
+        sell(remote("slow", first.url), remote("fast", second.url))
+        measured = [endpoint_of(ask(edge, price={"sort": "throughput"})) for _ in range(5)]
+        assert measured == ["slow", "fast", "fast", "fast", "fast"]
+        one, other = listed(edge)
+        assert one["tokens_per_s"] < 25 < other["tokens_per_s"]
+        assert {endpoint_of(ask(edge, price={"sort": "latency"})) for _ in range(3)} <= {"slow", "fast"}
+
+
+def test_what_is_listed_of_a_remote_endpoint_says_nothing_of_where_it_is(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, key_file: Any
+) -> None:
+    sell(remote("far", upstream.url, key=key_file))
+    ask(edge)
+    edge.wait_until_idle()
+    (shown,) = listed(edge)
+    assert set(shown) == {"name", "object", "local", "price", "health", "first_token_s", "tokens_per_s"}
+    assert (shown["local"], shown["health"]) == (False, "up")
+    assert shown["first_token_s"] > 0
+    with edge.http() as client:
+        everything = json.dumps(shown) + client.get("/models").text + client.get(f"/models/{SLUG}").text
+    for private in (str(upstream.port), "their/model", THEIR_KEY):
+        assert private not in everything
+
+
+# --- limits ---
+
+
+def test_a_keys_limits_hold_for_remote_endpoints(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    upstream.behaves("slow-first-byte")
+    limits = {"per_key": {"concurrency": 1, "tokens_per_minute": 1000}}
+    sell(remote("far", upstream.url, first_byte_timeout_s=30.0), changes={"limits": limits})
+    with edge.raw() as connection:
+        connection.sendall(request(max_tokens=900))
+        upstream.wait_for(1)
+        response = ask(edge)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        upstream.release()
+        seen = b""
+        while b"data: [DONE]" not in seen:
+            seen += connection.recv(65536)
+    edge.wait_until_idle()
+    upstream.behaves("normal")
+    # Ten tokens were used of the 900 that were reserved, so the rest is there again.
+    assert ask(edge, max_tokens=900).status_code == 200
+    assert ask(edge, max_tokens=995).status_code == 429
+    assert len(upstream.received) == 2
+
+
+# --- configuration ---
+
+
+def test_a_stream_outlives_the_configuration_that_it_began_with(
+    edge: RunningEdge, sell: Sell, upstream: Upstream
+) -> None:
+    upstream.behaves("stall")
+    sell(remote("far", upstream.url, idle_timeout_s=30.0), remote("other", upstream.url_as("normal")))
+    with edge.raw() as connection:
+        connection.sendall(request())
+        seen = b""
+        while b"yellow" not in seen:
+            seen += connection.recv(65536)
+        sell(local("here"))
+        assert endpoint_of(ask(edge)) == "here"
+        upstream.release()
+        while b"data: [DONE]" not in seen:
+            seen += connection.recv(65536)
+    edge.wait_until_idle()
+    eventually(lambda: upstream.open_connections == 0)
+
+
+def test_health_survives_a_change_of_something_else(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    far, here = remote("far", upstream.url_as("500")), local("here")
+    sell(far, here)
+    ask(edge)
+    assert [item["health"] for item in listed(edge)] == ["cooling", "up"]
+    sell(far, here, local("more"), owned_by="acme")
+    assert [item["health"] for item in listed(edge)] == ["cooling", "up", "up"]
+    sell(remote("far", upstream.url), here)
+    assert [item["health"] for item in listed(edge)] == ["up", "up"]
+
+
+def test_a_key_that_cannot_be_read_refuses_its_slug_alone_and_shows_no_key(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, tmp_path: Path
+) -> None:
+    bad = remote("far", upstream.url, key={"file": str(tmp_path / "nothing")})
+    slugs = [{"id": "acme/bad", "endpoints": [bad]}, {"id": SLUG, "endpoints": [local("here")]}]
+    edge.reconfigure(marketplace={"slugs": slugs})
+    try:
+        assert endpoint_of(ask(edge)) == "here"
+        assert ask(edge, "acme/bad").status_code == 404
+        assert "acme/bad" in (edge.service.config_error or "")
+        with edge.http(None) as client:
+            assert client.get("../readyz").json()["config_errors"] == ["marketplace"]
+    finally:
+        edge.reconfigure()
+
+
+# --- clients ---
+
+
+def test_the_openai_sdk_streams_from_a_slug(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    sell(remote("far", upstream.url), allow_whole=True)
+    with edge.sdk() as client:
+        stream = client.completions.create(
+            model=SLUG,
+            prompt="The three primary colors are",
+            max_tokens=32,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"price": {"max_prompt": 2, "sort": "latency"}},
+        )
+        chunks = list(stream)
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == COLORS
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 3
+        chat = client.chat.completions.create(model=SLUG, messages=[{"role": "user", "content": "hi"}], stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chat if chunk.choices) == COLORS
+        whole = client.completions.create(model=SLUG, prompt="x")
+        assert (whole.choices[0].text, whole.model) == (COLORS, SLUG)
+        names = [model.id for model in client.models.list()]
+        assert SLUG in names
+        assert client.models.retrieve(SLUG).owned_by == "roundhouse"
+
+
+def test_the_openai_sdk_sees_an_error_in_the_middle(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
+    sell(remote("far", upstream.url_as("cut")))
+    with edge.sdk() as client, pytest.raises(openai.APIError, match="failed during the reply"):
+        list(client.completions.create(model=SLUG, prompt="x", stream=True))

@@ -1,0 +1,220 @@
+"""What a client gets of an upstream's events, and which tokens are counted."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.errors import UpstreamLost
+from serve_app.json_structure import members
+from serve_app.marketplace.events import Event, Events
+from serve_app.marketplace.relay import Relay, Used
+from serve_app.marketplace.secret import Secret
+from tests.support.json_texts import OBJECTS, VALUES, spelled
+
+SECRET = 'sk-1/"2\\3'
+USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
+COUNTED = Used(9, 0, 3)
+DONE = Event(b"[DONE]")
+
+
+def relay(*, wants_usage: bool = False, secret: str | None = None) -> Relay:
+    return Relay("acme/tri", prompt_bytes=41, wants_usage=wants_usage, secret=secret)
+
+
+def chunk(text: str = " a", finish: str | None = None, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": "theirs", "choices": [choice], **more}
+
+
+def event(value: object) -> Event:
+    return Event(json.dumps(value, separators=(",", ":")).encode())
+
+
+def data_of(content: bytes) -> list[bytes]:
+    return [each.data for each in Events().feed(content)]
+
+
+def relayed(*values: object, wants_usage: bool = False) -> tuple[list[Any], Used]:
+    """All chunks that the client gets, without `[DONE]`, and what is counted."""
+    using = relay(wants_usage=wants_usage)
+    content = using.pass_on([event(value) for value in values])
+    *chunks, last = data_of(content + using.end())
+    assert last == b"[DONE]"
+    return [json.loads(each) for each in chunks], using.used
+
+
+@given(OBJECTS, st.data(), st.booleans())
+def test_a_chunk_keeps_its_bytes_except_for_model_and_usage(other: dict[str, Any], data: Any, wants: bool) -> None:
+    own = data.draw(st.fixed_dictionaries({"choices": st.lists(VALUES, min_size=1)}, optional={"usage": VALUES}))
+    text = data.draw(spelled({**other, "model": data.draw(VALUES | st.just("theirs")), **own}))
+    content = relay(wants_usage=wants).pass_on([Event(text)])
+    if not content:  # it was only usage
+        assert isinstance(json.loads(text).get("usage"), dict)
+        return
+    (result,) = data_of(content)
+    before, after = members(text.replace(b"\n", b" ")), members(result)
+    assert after.pop("model").strip() == b'"acme/tri"'
+    before.pop("model")
+    usage = before.pop("usage", None)
+    assert after.pop("usage", None) is None if usage is None or not wants else after.pop("usage").strip() == b"null"
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"choices":[{"text":"\\"model\\": \\"theirs\\""}],"model":"theirs"}',
+        b'{"model" : "theirs" , "choices":[{"model":"mine","text":"}"}],"x":{"model":"other"}}',
+        b'{"x":{"model":"other"},"choices":[{"text":"{"}],"mod\\u0065l":"theirs"}',
+        b'{"choices":[{"text":"a"}]}',
+        b'{"choices":[{"text":"a"}],"model":null}',
+        b'{"choices":[{"text":"]}"}],"created":1,"model":"the\\"irs","object":"o"}',
+    ],
+)
+def test_only_the_chunks_own_model_becomes_what_was_asked_for(text: bytes) -> None:
+    (result,) = data_of(relay().pass_on([Event(text)]))
+    assert json.loads(result) == json.loads(text) | {"model": "acme/tri"}
+
+
+OWN = [chunk(), chunk("", "stop"), {**chunk(), "choices": [], "usage": USAGE}]
+BESIDE = [chunk(), chunk(" b", "stop", usage=USAGE)]
+EVERY = [chunk(usage=USAGE | {"completion_tokens": 1}), chunk("", "stop", usage=USAGE)]
+EVERY_AND_OWN = [*EVERY, {**chunk(), "choices": [], "usage": USAGE}]
+NULLS = [chunk(usage=None), chunk("", "stop", usage=None), {**chunk(), "choices": [], "usage": USAGE}]
+IN_CHOICE = [chunk(), chunk("", "stop")]
+IN_CHOICE[1]["choices"][0]["usage"] = USAGE
+SHAPES = pytest.mark.parametrize("values", [OWN, BESIDE, EVERY, EVERY_AND_OWN, NULLS], ids=str)
+
+
+@SHAPES
+def test_usage_is_counted_and_left_out_for_those_who_did_not_ask(values: list[Any]) -> None:
+    chunks, used = relayed(*values)
+    assert used == COUNTED
+    assert all("usage" not in each for each in chunks)
+    assert [each["choices"] for each in chunks] == [each["choices"] for each in values if each["choices"]]
+
+
+@SHAPES
+def test_usage_comes_once_and_last_for_those_who_asked(values: list[Any]) -> None:
+    *chunks, last = relayed(*values, wants_usage=True)[0]
+    assert all(each.get("usage") is None for each in chunks)
+    assert last == {**chunk(), "model": "acme/tri", "choices": [], "usage": USAGE}
+
+
+def test_usage_in_a_choice_is_counted() -> None:
+    assert relayed(*IN_CHOICE)[1] == COUNTED
+
+
+def test_cached_and_reasoning_tokens_are_parts_of_the_others() -> None:
+    details = {
+        "prompt_tokens_details": {"cached_tokens": 5},
+        "completion_tokens_details": {"reasoning_tokens": 99},
+    }
+    assert relayed(chunk("", "stop", usage=USAGE | details))[1] == Used(9, 5, 3, 3)
+
+
+@pytest.mark.parametrize("usage", [None, {}, 7, {"prompt_tokens": -1, "completion_tokens": 2}, {"prompt_tokens": True}])
+def test_without_usage_tokens_are_estimated_from_what_came(usage: Any) -> None:
+    chunks, used = relayed(chunk(usage=usage), chunk(""), chunk(" b"), chunk("", "stop"), wants_usage=True)
+    assert used == Used(11, 0, 2, 0, is_estimated=True)
+    assert chunks[-1]["choices"] == []
+    if not usage:
+        assert chunks[-1]["usage"]["total_tokens"] == 13
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning", "tool_calls"])
+def test_every_kind_of_delta_is_counted(name: str) -> None:
+    value = {"choices": [{"index": 0, "delta": {name: "x"}, "finish_reason": "stop"}]}
+    assert relayed(value)[1].completion == 1
+
+
+def test_a_whole_reply_keeps_its_usage_and_is_counted() -> None:
+    using = relay()
+    text = (
+        b'{"id":"1","model":"theirs","choices":[{"index":0,"text":"a","finish_reason":"length"}],"usage":%b, "x":0.10}'
+    )
+    text %= json.dumps(USAGE).encode()
+    assert using.whole(text) == text.replace(b"theirs", b"acme/tri")
+    assert (using.used, using.finish_reason) == (COUNTED, "length")
+
+
+def test_a_whole_reply_without_usage_is_estimated_from_its_text() -> None:
+    using = relay()
+    using.whole(json.dumps({"choices": [{"message": {"content": "x" * 9, "reasoning": "y" * 4}}]}).encode())
+    assert using.used == Used(11, 0, 4, 0, is_estimated=True)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [chunk("", "stop")],
+        [chunk(), chunk(" b", "length")],
+        [chunk("", "stop"), chunk("")],  # more after the reason
+        [chunk()],
+    ],
+)
+def test_a_reply_is_complete_with_its_reason_or_done(values: list[Any]) -> None:
+    using = relay()
+    using.pass_on([*map(event, values), DONE, event(chunk("too late"))])
+    assert using.end() == b"data: [DONE]\n\n"
+
+
+def test_a_reply_without_done_is_complete_when_each_choice_is() -> None:
+    using = relay()
+    using.pass_on([event(chunk("", "stop"))])
+    assert using.end() == b"data: [DONE]\n\n"
+    using.pass_on([event({"choices": [{"index": 1, "text": "a"}]})])
+    with pytest.raises(UpstreamLost, match="before the reply was complete"):
+        using.end()
+
+
+@pytest.mark.parametrize("values", [[], [chunk()], [{"choices": [{"index": [], "finish_reason": ""}]}]])
+def test_a_reply_that_was_cut_is_lost(values: list[Any]) -> None:
+    using = relay()
+    using.pass_on(list(map(event, values)))
+    with pytest.raises(UpstreamLost, match="before the reply was complete"):
+        using.end()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        event({"error": {"message": f"{SECRET} is over its quota", "code": 429}}),
+        event({"error": "gone"}),
+        Event(b'{"message":"gone"}', b"error"),
+        Event(b"{not json"),
+        Event(b"[1]"),
+        Event(b"\xff"),
+    ],
+)
+def test_an_error_or_nonsense_ends_the_reply_without_the_upstreams_words(bad: Event) -> None:
+    with pytest.raises(UpstreamLost, match=r"^The upstream sent an (error during|event that is no JSON)"):
+        relay(secret=SECRET).pass_on([bad])
+
+
+def test_an_event_of_several_lines_is_one_line_for_the_client() -> None:
+    text = json.dumps(chunk("", "stop"), indent=1).encode()
+    content = relay().pass_on([Event(text)])
+    assert content.count(b"\n") == 2
+    assert json.loads(content.removeprefix(b"data: ")) == chunk("", "stop", model="acme/tri")
+
+
+@given(st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S"]), min_size=8, max_size=12), st.data())
+def test_the_key_is_hidden_however_it_is_spelled(key: str, data: Any) -> None:
+    spellings = [[json.dumps(each)[1:-1], f"\\u{ord(each):04x}", f"\\u{ord(each):04X}"] for each in key]
+    spelling = "".join(data.draw(st.sampled_from(each)) for each in spellings)
+    content = f'{{"a":"before {spelling} after"}}'.encode()
+    assert json.loads(Secret(key).hide_in_json(content)) == {"a": "before *** after"}
+    assert Secret(key).hide_in(f"before {key}") == "before ***"
+
+
+def test_the_key_is_hidden_in_chunks_and_whole_replies() -> None:
+    using = relay(secret="sk-upstream-key")
+    content = using.pass_on([event(chunk("sk-upstream-key", "stop", system_fingerprint="sk-upstream-key"))])
+    content += relay(secret="sk-upstream-key").whole(json.dumps(chunk("sk-upstream-key")).encode())
+    assert b"upstream-key" not in content
+    assert content.count(b"***") == 3
+    assert Secret(None).hide_in_json(b"{}") == b"{}"

@@ -1,0 +1,22 @@
+"""The fixture over `slugs.py`; a test module takes it beside those of `edge_fixtures.py`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.harness import RunningEdge
+from tests.support.slugs import Sell, slug
+
+
+@pytest.fixture
+def sell(edge: RunningEdge) -> Iterator[Sell]:
+    """Gives the service these slugs, or one slug of these endpoints, beside its models. Takes them away at the end."""
+
+    def sell(*entries: dict[str, Any], changes: dict[str, Any] | None = None, **fields: Any) -> None:
+        slugs = list(entries) if "endpoints" in entries[0] else [slug(*entries, **fields)]
+        edge.reconfigure(**{"marketplace": {"slugs": slugs}, **(changes or {})})
+        assert edge.service.config_error is None, edge.service.config_error
+
+    yield sell
+    edge.reconfigure()
