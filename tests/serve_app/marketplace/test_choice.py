@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from serve_app.config.marketplace import EndpointConfig, SlugConfig
 from serve_app.errors import NoEndpoint
 from serve_app.marketplace.choice import PriceOptions, order
+from serve_app.marketplace.health import Health
 from serve_app.marketplace.recent import Recent
 from serve_app.marketplace.slugs import Endpoint, Slug, Wanted
 
 
 def endpoint(name: str, prompt: float = 1, completion: float = 1, weight: float = 1) -> Endpoint:
+    """Its clock stands still: cases of parametrised tests are made long before they run."""
     price = {"prompt": prompt, "completion": completion}
-    return Endpoint(EndpointConfig.model_validate({"name": name, "model": "m", "price": price, "weight": weight}), None)
+    config = EndpointConfig.model_validate({"name": name, "model": "m", "price": price, "weight": weight})
+    return Endpoint(config, None, Health(clock=lambda: 0.0))
 
 
 def wanted(*endpoints: Endpoint, pinned: int | None = None) -> Wanted:
