@@ -13,6 +13,7 @@
     │   ├── ReplyRefused               the reply broke `tool_choice` or `parallel_tool_calls`
     │   └── ClientTooSlow              the reply was there, and was not read
     ├── LimitReached               the key's limits; nothing was run
+    │   └── BudgetExceeded             of a day or a month
     ├── CheckpointError
     │   ├── CheckpointNotFound         not there, expired, or private to someone else
     │   ├── CheckpointIncomplete       still being written
@@ -24,6 +25,7 @@
         ├── ReplicaLost                a replica died with this request
         ├── ImagesUnavailable          no process that prepares images is up, or all are too slow
         ├── ImagesOverloaded           too many images are being prepared
+        ├── LedgerUnavailable          the database of usage does not answer; only asking for usage needs it
         ├── NotReady                   asked for readiness
         ├── FirstTokenTimeout
         └── TotalTimeout
@@ -109,6 +111,10 @@ class LimitReached(ServiceError):
         self.retry_after_s = retry_after_s
 
 
+class BudgetExceeded(LimitReached):
+    """The key has spent what it may in this day or month, or its requests under way may spend it."""
+
+
 class CheckpointError(ServiceError):
     """Base of the errors about one checkpoint."""
 
@@ -157,6 +163,10 @@ class ImagesUnavailable(ServingError):
 
 class ImagesOverloaded(ServingError):
     """Too many images are being prepared; nothing was run."""
+
+
+class LedgerUnavailable(ServingError):
+    """The ledger's database does not answer; the message is for the log."""
 
 
 class NotReady(ServingError):
@@ -220,6 +230,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     CheckpointRefused: _Row(422, _INVALID, "checkpoint_refused"),
     engine_errors.AdapterRefused: _Row(422, _INVALID, "checkpoint_refused"),
     LimitReached: _Row(429, _RATE, "rate_limit_exceeded"),
+    BudgetExceeded: _Row(429, _RATE, "budget_exceeded"),
     engine_errors.QueueFull: _Row(429, _RATE, "overloaded", "The model is overloaded; try again.", 2),
     NoReplica: _Row(503, _SERVER, "unavailable", retry_after_s=2),
     Overloaded: _Row(503, _SERVER, "overloaded", retry_after_s=1),
@@ -234,6 +245,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     ),
     ImagesUnavailable: _Row(503, _SERVER, "images_unavailable", "Images cannot be prepared now; try again.", 5),
     ImagesOverloaded: _Row(429, _RATE, "overloaded", retry_after_s=2),
+    LedgerUnavailable: _Row(503, _SERVER, "ledger_unavailable", "The usage cannot be read now; try again.", 5),
     NotReady: _Row(503, _SERVER, "not_ready", retry_after_s=2),
     FirstTokenTimeout: _Row(503, _SERVER, "timeout", retry_after_s=5),
     TotalTimeout: _Row(503, _SERVER, "timeout"),

@@ -14,7 +14,8 @@ from typing_extensions import Doc
 
 from serve_app.config.base_names import clashes
 from serve_app.config.catalog_entry import ModelConfig
-from serve_app.config.keys import KeyConfig, PerKeyLimits
+from serve_app.config.keys import BUDGETS, KeyConfig, KeyLimits, PerKeyLimits
+from serve_app.config.ledger import LedgerConfig
 from serve_app.config.refusal import Location, Refusal, refusals
 from serve_app.config.section import Bytes, Count, Seconds, Section, Text
 from serve_app.errors import ConfigRefused
@@ -86,6 +87,9 @@ class ServiceConfig(Section):
         tuple[KeyConfig, ...], Field(strict=False), Doc("Accepted API keys; without one every request is refused.")
     ] = ()
     limits: Annotated[LimitsConfig, Doc("Limits on requests.")] = LimitsConfig()
+    ledger: Annotated[
+        LedgerConfig | None, Doc("Where usage is recorded; null: nowhere, and no key may have a budget.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,10 @@ def read_config(raw: object, before: ServiceConfig | None = None) -> Reading:
         images=reader.images(given.get("images"), last.images),
         keys=reader.keys(given.get("keys", ())),
         limits=reader.section("limits", given.get("limits", {}), LimitsConfig, last.limits),
+        ledger=reader.ledger(given.get("ledger"), last.ledger),
     )
+    if config.ledger is None:
+        config = reader.without_budgets(config)
     return Reading(config, tuple(found))
 
 
@@ -125,6 +132,7 @@ def parse_config(raw: object) -> ServiceConfig:
     return reading.config
 
 
+_NEEDS_LEDGER: Final = "needs a ledger"
 _NOTHING: Final = ServiceConfig(models=())
 _SECTIONS: Final = tuple(ServiceConfig.model_fields)
 
@@ -150,6 +158,23 @@ class _Reader:
 
     def images(self, raw: object, last: ImagesConfig | None) -> ImagesConfig | None:
         return None if raw is None else self.section("images", raw, ImagesConfig, last)
+
+    def ledger(self, raw: object, last: LedgerConfig | None) -> LedgerConfig | None:
+        return None if raw is None else self.section("ledger", raw, LedgerConfig, last)
+
+    def without_budgets(self, config: ServiceConfig) -> ServiceConfig:
+        """Refuse what needs a ledger: those keys, and the limits of all keys."""
+        limits = config.limits
+        if name := _budget_of(limits.per_key):
+            self._refuse(f"limits.per_key.{name}", _NEEDS_LEDGER)
+            limits = LimitsConfig() if _budget_of(self._last.limits.per_key) else self._last.limits
+        keys: list[KeyConfig] = []
+        for key in config.keys:
+            if name := _budget_of(key.limits):
+                self._refuse(f"keys.{key.name}.limits.{name}", _NEEDS_LEDGER)
+            else:
+                keys.append(key)
+        return config.model_copy(update={"limits": limits, "keys": tuple(keys)})
 
     def models(self, raw: object) -> tuple[ModelConfig, ...]:
         """A refused model keeps its previous configuration, if it had one."""
@@ -209,6 +234,11 @@ class _Reader:
 
     def _refuse(self, path: str, predicate: str) -> None:
         self._found.append(Refusal(path, f"{path} {predicate}."))
+
+
+def _budget_of(limits: KeyLimits) -> str | None:
+    """The first of the limits that are counted in the ledger."""
+    return next((name for name in BUDGETS if getattr(limits, name) is not None), None)
 
 
 def _no_list(name: str, raw: object) -> Refusal:

@@ -17,7 +17,16 @@ from serve_app.api.schema.completion import CompletionBody
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import MAX_RETRY_AFTER_S, codes_by_status
 from serve_app.http.openapi_rules import RULES, Json, Object
-from serve_app.http.openapi_texts import ABOUT, CHAT_RULES, COMPLETION_RULES, FIELDS, STATUSES, STREAM
+from serve_app.http.openapi_texts import (
+    ABOUT,
+    CHAT_RULES,
+    COMPLETION_RULES,
+    FIELDS,
+    STATUSES,
+    STREAM,
+    USAGE_PARAMETERS,
+    USAGE_RULES,
+)
 from serve_app.model_id import MAX_CHARACTERS
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -29,6 +38,7 @@ _TYPES: Mapping[str, tuple[JsonSchemaMode, type]] = {
     "ChatCompletionChunk": ("serialization", replies.ChatCompletionChunk),
     "TextCompletion": ("serialization", replies.TextCompletion),
     "TextCompletionChunk": ("serialization", replies.TextCompletionChunk),
+    "UsageList": ("serialization", replies.UsageList),
     "ModelList": ("serialization", replies.ModelList),
     "StatusReply": ("serialization", replies.StatusReply),
     "VersionReply": ("serialization", replies.VersionReply),
@@ -134,6 +144,14 @@ def _paths(limits: LimitsConfig) -> Object:
     return {
         "/v1/chat/completions": {"post": _generating("ChatCompletion", "ChatBody", CHAT_RULES, limits)},
         "/v1/completions": {"post": _generating("TextCompletion", "CompletionBody", COMPLETION_RULES, limits)},
+        "/v1/usage": {
+            "get": _operation(
+                "getUsage",
+                USAGE_RULES,
+                _responses("UsageList", (400, 401, 404, 500, 503)),
+                [_parameter("query", name, about) for name, about in USAGE_PARAMETERS.items()],
+            )
+        },
         "/v1/models": {
             "get": _operation(
                 "listModels",

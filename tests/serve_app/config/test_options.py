@@ -23,7 +23,11 @@ from serve_app.errors import ConfigRefused
 MODEL = {"id": "a/b", "app": "a", "source": "/models/a", "price": {"prompt": 1, "completion": 2}}
 KEY = {"name": "k", "env": "A"}
 ROOTS: dict[str, tuple[type, Any, Any]] = {
-    "user_config": (ServiceConfig, parse_config, {"models": [MODEL], "images": {"app": "i"}, "keys": [KEY]}),
+    "user_config": (
+        ServiceConfig,
+        parse_config,
+        {"models": [MODEL], "images": {"app": "i"}, "keys": [KEY], "ledger": {}},
+    ),
     "api": (ApiArgs, parse_api_args, {}),
     "images": (ImageArgs, parse_image_args, {}),
     "model": (ModelArgs, parse_model_args, {"id": "m", "source": "owner/model"}),
