@@ -16,7 +16,6 @@ from serve_app.ledger.holds import Answer, Ask
 from serve_app.ledger.money import spelled
 from serve_app.ledger.spend import Budget, Reached, Spend, Used, month_of, seconds_left
 
-ANSWER_S: Final = 1.0
 _REMEMBERED_S: Final = 5.0
 _MOST_UNWRITTEN: Final = 100
 _RETRY_S: Final = 1.0  # when a request must wait for another one to end, which can happen at any time
@@ -30,7 +29,7 @@ class Books(Protocol):
     @property
     def num_finished(self) -> int: ...
 
-    async def hold(self, ask: Ask, within_s: float) -> Answer: ...
+    async def hold(self, ask: Ask) -> Answer: ...
 
 
 @dataclass(slots=True)
@@ -106,13 +105,10 @@ class Budgets:
     def __init__(
         self,
         *,
-        answer_s: float = ANSWER_S,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         clock: Clock = time.monotonic,
     ) -> None:
-        """`answer_s`: the longest that a request waits for the database."""
         self.books: Books | None = None
-        self._answer_s = answer_s
         self._now = now
         self._clock = clock
         self._locals: dict[str, _Local] = {}
@@ -137,7 +133,9 @@ class Budgets:
             return False
         local, most = self._locals.setdefault(caller.name, _Local()), budget.cap(most)
         local.running.pop(record_id, None)
-        answer = await self._ask(Ask(record_id, caller.name, budget, most, local.outside, lives_s), local)
+        if self.books is not None:
+            local.forget(self.books.num_finished)
+        answer = await self._ask(Ask(record_id, caller.name, budget, most, local.outside, lives_s))
         reached = budget.reached(local.used(self._now().date())) if answer is None else answer.reached
         if reached is not None:
             self._remember(caller, reached)
@@ -154,13 +152,10 @@ class Budgets:
         if local is not None:
             local.ended(record_id, spend, self._now().date(), number)
 
-    async def _ask(self, ask: Ask, local: _Local) -> Answer | None:
+    async def _ask(self, ask: Ask) -> Answer | None:
         """None if the database does not answer."""
-        if self.books is None:
-            return None
-        local.forget(self.books.num_finished)
         try:
-            return await self.books.hold(ask, self._answer_s)
+            return None if self.books is None else await self.books.hold(ask)
         except LedgerUnavailable:
             return None
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,7 +24,10 @@ from serve_app.ledger.spend import Budget, Reached, Spend, Used, month_of
 
 logger = logging.getLogger(__name__)
 
+ANSWER_S: Final = 1.0
 _MOST_AT_ONCE: Final = 500
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 30.0
 
 Clock = Callable[[], datetime]
 
@@ -59,26 +63,40 @@ class Release:
 
 
 class HoldDesk:
-    """`close` it. Its thread begins with the first question."""
+    """`close` it. Its thread begins with the first question.
 
-    def __init__(self, database: Database, writer: str, now: Clock = lambda: datetime.now(UTC)) -> None:
+    After a failure, or an answer that is late, nobody is asked until a transaction succeeds in time. The thread tries
+    one from time to time, so no request waits for it.
+    """
+
+    def __init__(
+        self, database: Database, writer: str, now: Clock = lambda: datetime.now(UTC), *, answer_s: float = ANSWER_S
+    ) -> None:
+        """`answer_s`: the longest that a request waits."""
         self._database = database
         self._writer = writer
         self._now = now
+        self._answer_s = answer_s
         self._waiting: queue.SimpleQueue[Ask | Release | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._to_release: set[str] = set()
+        self._pause_s = _FIRST_PAUSE_S
+        self.is_away = False
 
-    async def ask(self, ask: Ask, within_s: float) -> Answer:
-        """Raises `LedgerUnavailable`, also when the answer takes longer than `within_s`."""
+    async def ask(self, ask: Ask) -> Answer:
+        """Raises `LedgerUnavailable`."""
+        if self.is_away:
+            raise LedgerUnavailable("The database is away.")
         self._begin()
         self._waiting.put(ask)
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(self._answer_s):
                 return await asyncio.wrap_future(ask.answer)
         except TimeoutError as exc:
+            reason = f"No answer within {self._answer_s:g} s."
+            self._note_away(reason)
             self._waiting.put(Release(ask.id))
-            raise LedgerUnavailable(f"No answer within {within_s:g} s.") from exc
+            raise LedgerUnavailable(reason) from exc
         except asyncio.CancelledError:
             self._waiting.put(Release(ask.id))
             raise
@@ -93,31 +111,53 @@ class HoldDesk:
             self._thread.start()
 
     def _run(self) -> None:
-        while batch := self._next():
+        while (batch := self._next()) is not None:
             asks = [one for one in batch if isinstance(one, Ask) and one.answer.set_running_or_notify_cancel()]
             self._to_release |= {one.id for one in batch if isinstance(one, Release)}
+            began_at = time.monotonic()
             try:
                 answers = self._decide(asks)
             except LedgerUnavailable as exc:
-                _fail(asks, exc)
+                self._fail(asks, str(exc))
             except Exception as exc:  # the last resort of this loop: nobody else would answer again
                 logger.exception("Ledger: a fault of the budgets.")
-                _fail(asks, LedgerUnavailable(type(exc).__name__))
+                self._fail(asks, type(exc).__name__)
             else:
                 self._to_release.clear()
                 for ask, answer in zip(asks, answers, strict=True):
                     ask.answer.set_result(answer)
+                if time.monotonic() - began_at < self._answer_s:
+                    self._note_back()
 
-    def _next(self) -> list[Ask | Release]:
-        """What waits now, at least one; nothing at the end."""
+    def _next(self) -> list[Ask | Release] | None:
+        """What waits now; nothing when it is time for a try; None at the end."""
         batch: list[Ask | Release] = []
-        one = self._waiting.get()
-        while one is not None:
-            batch.append(one)
-            if len(batch) == _MOST_AT_ONCE or self._waiting.empty():
-                return batch
-            one = self._waiting.get()
-        return []
+        try:
+            one = self._waiting.get(timeout=self._pause_s if self.is_away else None)
+            while one is not None:
+                batch.append(one)
+                if len(batch) == _MOST_AT_ONCE or self._waiting.empty():
+                    return batch
+                one = self._waiting.get()
+        except queue.Empty:
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            return batch
+        return None
+
+    def _fail(self, asks: Sequence[Ask], reason: str) -> None:
+        self._note_away(reason)
+        for ask in asks:
+            ask.answer.set_exception(LedgerUnavailable(reason))
+
+    def _note_away(self, reason: str) -> None:
+        if not self.is_away:
+            logger.warning("Ledger: each process counts budgets for itself, the database fails: %s", reason)
+        self.is_away = True
+
+    def _note_back(self) -> None:
+        if self.is_away:
+            logger.warning("Ledger: the database counts budgets again.")
+        self.is_away, self._pause_s = False, _FIRST_PAUSE_S
 
     def _decide(self, asks: Sequence[Ask]) -> list[Answer]:
         """Raises `LedgerUnavailable`."""
@@ -150,11 +190,6 @@ class HoldDesk:
             "cost": cost,
             "tokens": tokens,
         }
-
-
-def _fail(asks: Sequence[Ask], exc: LedgerUnavailable) -> None:
-    for ask in asks:
-        ask.answer.set_exception(exc)
 
 
 def release_all(database: Database, writer: str) -> None:

@@ -12,7 +12,7 @@ from typing import Final, Self
 from serve_app.config.ledger import LedgerConfig
 from serve_app.errors import ConfigRefused, LedgerUnavailable
 from serve_app.ledger.database import Database
-from serve_app.ledger.holds import Answer, Ask, HoldDesk
+from serve_app.ledger.holds import ANSWER_S, Answer, Ask, HoldDesk
 from serve_app.ledger.record import UsageRecord
 from serve_app.ledger.spool import Spool
 from serve_app.ledger.sums import GroupBy, Range, Row, sum_up
@@ -46,8 +46,15 @@ class Ledger:
     """`close` it. `append` is for one thread; the rest is thread-safe."""
 
     def __init__(
-        self, database: Database, spool: Spool, config: LedgerConfig, report: Report = _report_nothing
+        self,
+        database: Database,
+        spool: Spool,
+        config: LedgerConfig,
+        report: Report = _report_nothing,
+        *,
+        answer_s: float = ANSWER_S,
     ) -> None:
+        """`answer_s`: the longest that a request waits for its budget."""
         self._database = database
         self._spool = spool
         self._spool_bytes = config.spool_bytes
@@ -56,14 +63,14 @@ class Ledger:
         self._logged_at = float("-inf")
         self._is_closed = False
         self._writer = Writer(spool, database, self._state, interval_s=config.write_interval_s, report=self._tell)
-        self._holds = HoldDesk(database, spool.folder.writer)
+        self._holds = HoldDesk(database, spool.folder.writer, answer_s=answer_s)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="ledger-read")
         self._writer.start()
 
     @classmethod
-    def of(cls, config: LedgerConfig, report: Report = _report_nothing) -> Self:
+    def of(cls, config: LedgerConfig, report: Report = _report_nothing, *, answer_s: float = ANSWER_S) -> Self:
         """Does not wait for the database. Raises `ConfigRefused`."""
-        return cls(open_database(config), Spool.open(config.folder), config, report)
+        return cls(open_database(config), Spool.open(config.folder), config, report, answer_s=answer_s)
 
     @staticmethod
     def check(config: LedgerConfig, more_variables: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -104,18 +111,9 @@ class Ledger:
                 self._keep(record, exc)
         state.num_appended += 1  # after the line is there: a round that sees the number writes the line
 
-    async def hold(self, ask: Ask, within_s: float) -> Answer:
-        """Raises `LedgerUnavailable`. From then on the database counts as away, until the writer reaches it."""
-        if not self.is_up:
-            raise LedgerUnavailable("The database is away.")
-        try:
-            return await self._holds.ask(ask, within_s)
-        except LedgerUnavailable as exc:
-            if self._state.is_up:
-                logger.warning("Ledger: budgets are counted in this process, the database fails: %s", exc)
-            self._state.is_up = False
-            self._writer.wake()
-            raise
+    async def hold(self, ask: Ask) -> Answer:
+        """Raises `LedgerUnavailable`, at once while the database is away."""
+        return await self._holds.ask(ask)
 
     async def sum_up(self, by: Sequence[GroupBy], within: Range, key: str) -> list[Row]:
         """What a key has used; records of the last moments may be missing. Raises `LedgerUnavailable`."""
@@ -166,7 +164,7 @@ class Ledger:
 def open_database(config: LedgerConfig, more_variables: Mapping[str, str] = MappingProxyType({})) -> Database:
     """Does not connect. Raises `ConfigRefused`."""
     database = Database.of(config.database_url(more_variables))
-    if database.file is not None:
+    if database.file is not None and database.file.parent != config.folder:  # the spool makes that one
         try:
             database.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as exc:

@@ -111,7 +111,8 @@ class Spool:
         self._number = 0
         self._file: int | None = None
         self._size = 0  # of the segment that is being written
-        self._closed_bytes = 0
+        self._closed: list[Segment] = []
+        self.num_bytes = 0  # of all lines that wait
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -123,11 +124,6 @@ class Spool:
         except OSError as exc:
             got = f"got {str(directory)!r}: {exc.strerror}"
             raise ConfigRefused(f"ledger.directory must be a folder that can be written, {got}.") from exc
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all lines that wait."""
-        return self._closed_bytes + self._size
 
     def append(self, line: bytes) -> None:
         """Write a line, in one call of the system: it outlives this process. Raises `OSError`, for a full disk as an
@@ -142,6 +138,7 @@ class Spool:
                 os.ftruncate(self._file, self._size)
                 raise OSError(f"{written} of {len(line)} bytes were written.")
             self._size += written
+            self.num_bytes += written
 
     def rotate(self) -> None:
         """Close the segment that is being written, if it has a line. The next line begins another."""
@@ -151,20 +148,19 @@ class Spool:
     def closed(self) -> list[Segment]:
         """The segments that are no longer written, oldest first."""
         with self._changing:
-            current = self._path(self._number) if self._file is not None else None
-        return [segment for segment in self.folder.segments() if segment.path != current]
+            return list(self._closed)
 
     def remove(self, segment: Segment) -> None:
         segment.path.unlink(missing_ok=True)
         with self._changing:
-            self._closed_bytes -= segment.num_bytes
+            self._closed.remove(segment)
+            self.num_bytes -= segment.num_bytes
 
     def close(self) -> None:
         """Leave the lines to whoever adopts them. Without lines nothing is left."""
         with self._changing:
             self._end()
-            is_empty = not self.folder.segments()
-        if is_empty:
+        if self.num_bytes == 0:
             self.folder.remove()
         else:
             self.folder.close()
@@ -182,6 +178,5 @@ class Spool:
         if self._file is None:
             return
         os.close(self._file)
-        self._file = None
-        self._closed_bytes += self._size
-        self._size = 0
+        self._closed.append(Segment(self._path(self._number), self._size))
+        self._file, self._size = None, 0

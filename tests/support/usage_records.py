@@ -35,9 +35,9 @@ def usage_record(**fields: Any) -> UsageRecord:
 
 
 @contextmanager
-def open_ledger(directory: Path, **options: Any) -> Iterator[Ledger]:
+def open_ledger(directory: Path, *, answer_s: float = 30.0, **options: Any) -> Iterator[Ledger]:
     config = LedgerConfig(directory=str(directory), **{"write_interval_s": INTERVAL_S, **options})
-    ledger = Ledger.of(config)
+    ledger = Ledger.of(config, answer_s=answer_s)
     try:
         yield ledger
     finally:

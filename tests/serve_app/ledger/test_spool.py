@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,30 @@ def test_lines_come_back_in_their_order_whenever_segments_end(
     assert spool.num_bytes == 0
     spool.close()
     assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_lines_that_come_while_others_are_taken_are_each_taken_once(tmp_path: Path) -> None:
+    spool, taken, ended = Spool(Spool.open(tmp_path).folder, 500), [], threading.Event()
+
+    def take() -> None:
+        is_last = False
+        while not is_last:
+            is_last = ended.is_set()
+            spool.rotate()
+            for segment in spool.closed():
+                taken.extend(segment.lines())
+                spool.remove(segment)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    lines = [b"%d\n" % number for number in range(20_000)]
+    for line in lines:
+        spool.append(line)
+    ended.set()
+    taker.join()
+    assert taken == lines
+    assert spool.num_bytes == 0
+    spool.close()
 
 
 def test_the_segment_that_is_written_is_not_among_the_closed(tmp_path: Path) -> None:
