@@ -111,16 +111,15 @@ def read_config(raw: object, before: ServiceConfig | None = None) -> Reading:
     # An unknown name may be a misspelt section: sections that are missing beside it keep their values.
     given = {**{name: getattr(last, name) for name in _SECTIONS if found}, **raw}
     reader = _Reader(last, found)
+    ledger = reader.ledger(given.get("ledger"), last.ledger)  # before keys and limits, which may need it
     config = ServiceConfig(
         models=reader.models(given.get("models")),
         checkpoints=reader.section("checkpoints", given.get("checkpoints", {}), CheckpointsConfig, last.checkpoints),
         images=reader.images(given.get("images"), last.images),
         keys=reader.keys(given.get("keys", ())),
-        limits=reader.section("limits", given.get("limits", {}), LimitsConfig, last.limits),
-        ledger=reader.ledger(given.get("ledger"), last.ledger),
+        limits=reader.limits(given.get("limits", {}), last.limits),
+        ledger=ledger,
     )
-    if config.ledger is None:
-        config = reader.without_budgets(config)
     return Reading(config, tuple(found))
 
 
@@ -132,7 +131,6 @@ def parse_config(raw: object) -> ServiceConfig:
     return reading.config
 
 
-_NEEDS_LEDGER: Final = "needs a ledger"
 _NOTHING: Final = ServiceConfig(models=())
 _SECTIONS: Final = tuple(ServiceConfig.model_fields)
 
@@ -152,6 +150,7 @@ class _Reader:
         self._last = last
         self._found = found
         self._model_ids = {model.id for model in last.models}
+        self._has_ledger = False
 
     def section(self, name: str, raw: object, kind: type[_S], last: _Last) -> _S | _Last:
         return self._read(raw, kind, (name,)) or last
@@ -160,21 +159,22 @@ class _Reader:
         return None if raw is None else self.section("images", raw, ImagesConfig, last)
 
     def ledger(self, raw: object, last: LedgerConfig | None) -> LedgerConfig | None:
-        return None if raw is None else self.section("ledger", raw, LedgerConfig, last)
+        found = None if raw is None else self.section("ledger", raw, LedgerConfig, last)
+        self._has_ledger = found is not None
+        return found
 
-    def without_budgets(self, config: ServiceConfig) -> ServiceConfig:
-        """Refuse what needs a ledger: those keys, and the limits of all keys."""
-        limits = config.limits
-        if name := _budget_of(limits.per_key):
-            self._refuse(f"limits.per_key.{name}", _NEEDS_LEDGER)
-            limits = LimitsConfig() if _budget_of(self._last.limits.per_key) else self._last.limits
-        keys: list[KeyConfig] = []
-        for key in config.keys:
-            if name := _budget_of(key.limits):
-                self._refuse(f"keys.{key.name}.limits.{name}", _NEEDS_LEDGER)
-            else:
-                keys.append(key)
-        return config.model_copy(update={"limits": limits, "keys": tuple(keys)})
+    def limits(self, raw: object, last: LimitsConfig) -> LimitsConfig:
+        found = self.section("limits", raw, LimitsConfig, last)
+        if self._is_countable(found.per_key, "limits.per_key"):
+            return found
+        return LimitsConfig() if _budget_of(last.per_key) else last
+
+    def _is_countable(self, limits: KeyLimits, path: str) -> bool:
+        """Whether a ledger counts the budget among these limits; refuses them if not."""
+        name = None if self._has_ledger else _budget_of(limits)
+        if name is not None:
+            self._refuse(f"{path}.{name}", "needs a ledger")
+        return name is None
 
     def models(self, raw: object) -> tuple[ModelConfig, ...]:
         """A refused model keeps its previous configuration, if it had one."""
@@ -199,7 +199,7 @@ class _Reader:
         """A refused key is not accepted, even if it was before: the operator may have replaced it for a reason."""
         if not isinstance(raw, list | tuple):
             self._found.append(_no_list("keys", raw))
-            return self._last.keys
+            return tuple(key for key in self._last.keys if self._has_ledger or not _budget_of(key.limits))
         keys: dict[str, KeyConfig] = {}
         for index, entry in enumerate(raw):
             key = self._read(entry, KeyConfig, ("keys", index))
@@ -207,6 +207,8 @@ class _Reader:
                 continue
             if key.name in keys:
                 self._refuse(f"keys[{index}].name", f"must be unique, got {show(key.name)}")
+                continue
+            if not self._is_countable(key.limits, f"keys[{index}].limits"):
                 continue
             keys[key.name] = key
             for position, name in enumerate(key.models or ()):

@@ -149,7 +149,7 @@ def _paths(limits: LimitsConfig) -> Object:
                 "getUsage",
                 USAGE_RULES,
                 _responses("UsageList", (400, 401, 404, 500, 503)),
-                [_parameter("query", name, about) for name, about in USAGE_PARAMETERS.items()],
+                _usage_parameters(),
             )
         },
         "/v1/models": {
@@ -183,6 +183,11 @@ def _paths(limits: LimitsConfig) -> Object:
         "/readyz": {"get": _open("isReady", "Whether every model can produce a token.", "StatusReply", (500, 503))},
         "/openapi.json": {"get": _open("describe", "This description.", "Description", (500,))},
     }
+
+
+def _usage_parameters() -> list[Json]:
+    first, last, by = (_parameter("query", name, about) for name, about in USAGE_PARAMETERS.items())
+    return [first, last, {**by, "schema": {"enum": ["day", "model"]}}]
 
 
 def _generating(reply: str, body: str, rules: str, limits: LimitsConfig) -> Object:
