@@ -14,6 +14,7 @@
     │   ├── UpstreamRefused            an upstream refused the request; it chose status and message
     │   └── ClientTooSlow              the reply was there, and was not read
     ├── LimitReached               the key's limits; nothing was run
+    │   └── BudgetExceeded             of a day or a month
     ├── CheckpointError
     │   ├── CheckpointNotFound         not there, expired, or private to someone else
     │   ├── CheckpointIncomplete       still being written
@@ -28,6 +29,7 @@
         ├── NoEndpoint                 no endpoint of a slug is up, or all cost more than the request allows
         ├── UpstreamFailed             an upstream failed before its first byte; another endpoint may be asked
         ├── UpstreamLost               an upstream failed during its reply
+        ├── LedgerUnavailable          the database of usage does not answer; only asking for usage needs it
         ├── NotReady                   asked for readiness
         ├── FirstTokenTimeout
         └── TotalTimeout
@@ -125,6 +127,10 @@ class LimitReached(ServiceError):
         self.retry_after_s = retry_after_s
 
 
+class BudgetExceeded(LimitReached):
+    """The key has spent what it may in this day or month, or its requests under way may spend it."""
+
+
 class CheckpointError(ServiceError):
     """Base of the errors about one checkpoint."""
 
@@ -193,6 +199,10 @@ class UpstreamLost(ServingError):
     """A remote endpoint failed during its reply. The message is for the log."""
 
 
+class LedgerUnavailable(ServingError):
+    """The ledger's database does not answer; the message is for the log."""
+
+
 class NotReady(ServingError):
     """A base model that must be ready cannot produce a token now."""
 
@@ -255,6 +265,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     CheckpointRefused: _Row(422, _INVALID, "checkpoint_refused"),
     engine_errors.AdapterRefused: _Row(422, _INVALID, "checkpoint_refused"),
     LimitReached: _Row(429, _RATE, "rate_limit_exceeded"),
+    BudgetExceeded: _Row(429, _RATE, "budget_exceeded"),
     engine_errors.QueueFull: _Row(429, _RATE, "overloaded", "The model is overloaded; try again.", 2),
     NoReplica: _Row(503, _SERVER, "unavailable", retry_after_s=2),
     Overloaded: _Row(503, _SERVER, "overloaded", retry_after_s=1),
@@ -272,6 +283,7 @@ _TABLE: Mapping[type[Exception], _Row] = {
     NoEndpoint: _Row(503, _SERVER, "no_endpoint_available", retry_after_s=5),
     UpstreamFailed: _Row(503, _SERVER, "upstream_failed", "The endpoint of this model failed; try again.", 2),
     UpstreamLost: _Row(503, _SERVER, "upstream_failed", "The endpoint of this model failed during the reply.", 2),
+    LedgerUnavailable: _Row(503, _SERVER, "ledger_unavailable", "The usage cannot be read now; try again.", 5),
     NotReady: _Row(503, _SERVER, "not_ready", retry_after_s=2),
     FirstTokenTimeout: _Row(503, _SERVER, "timeout", retry_after_s=5),
     TotalTimeout: _Row(503, _SERVER, "timeout"),

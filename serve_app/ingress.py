@@ -8,10 +8,12 @@ from starlette.applications import Starlette
 
 from serve_app.checkpoints import CheckpointStore
 from serve_app.config.api import ApiArgs
+from serve_app.config.ledger import LedgerConfig
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
 from serve_app.images.over_ray import RayImages
+from serve_app.ledger.ledger import Ledger
 from serve_app.logs import join_serve_logs
 from serve_app.metrics import IngressMetrics
 from serve_app.replicas.channel.listener import Listener
@@ -46,6 +48,7 @@ class Ingress:
             self._replicas,
             self._open_store,
             open_images=_open_images,
+            open_ledger=self._open_ledger,
             recorder=self._metrics,
             max_requests=self._args.max_ongoing_requests,
         )
@@ -91,6 +94,10 @@ class Ingress:
         store = CheckpointStore.of(config)
         self._metrics.store.watch(lambda: store.counters)
         return store
+
+    def _open_ledger(self, config: LedgerConfig) -> Ledger:
+        """Raises `ConfigRefused`."""
+        return Ledger.of(config, self._metrics.ledger.reporter())
 
 
 def _open_images(config: ImagesConfig) -> RayImages:

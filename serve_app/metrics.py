@@ -17,6 +17,7 @@ from serve_app.config.refusal import SECTIONS, Refusal
 if TYPE_CHECKING:  # replicas import this module too, and do not need the catalogue and renderers that a record imports
     from serve_app.api.record import RequestRecord
     from serve_app.checkpoints import StoreCounters
+    from serve_app.ledger.ledger import LedgerReport
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0]
 _SHOWN_ADAPTERS = 20
@@ -109,6 +110,32 @@ class StoreMetrics:
                 self._counters[name].inc(more)
 
 
+class LedgerMetrics:
+    """Metrics of the ledger of an ingress."""
+
+    def __init__(self, exporter: Exporter = RAY) -> None:
+        self._counters = {
+            name: exporter.counter(f"roundhouse_ledger_{name}", description)
+            for name, description in LEDGER_COUNTERS.items()
+        }
+        self._waiting = exporter.gauge(
+            "roundhouse_ledger_waiting_bytes", "Records that wait on disk for the ledger's database."
+        )
+        self._up = exporter.gauge("roundhouse_ledger_up", "1 when the ledger's database answered the last time.")
+
+    def reporter(self) -> "Callable[[LedgerReport], None]":
+        """For one ledger, whose thread calls it about once a second. A changed configuration opens another ledger."""
+        growth = Growth()
+
+        def record(report: "LedgerReport") -> None:
+            self._waiting.set(report.waiting_bytes)
+            self._up.set(int(report.is_up))
+            for name, more in growth.of(asdict(report.counters)).items():
+                self._counters[name].inc(more)
+
+        return record
+
+
 class IngressMetrics:
     """Metrics of requests: the `record.Recorder` of the ingress."""
 
@@ -156,6 +183,7 @@ class IngressMetrics:
         self._labels = AdapterLabels()
         self._num_running = 0
         self.store = StoreMetrics(exporter)
+        self.ledger = LedgerMetrics(exporter)
 
     def request_started(self, record: "RequestRecord") -> None:
         del record
@@ -205,6 +233,16 @@ STORE_COUNTERS: Mapping[str, str] = {
     "evictions": "Checkpoints that were dropped from the disk cache to make room.",
 }
 """The fields of `checkpoints.store.StoreCounters`, with descriptions."""
+
+LEDGER_COUNTERS: Mapping[str, str] = {
+    "records": "Records of requests that were written into the ledger's database.",
+    "dropped": "Records that were lost because too many waited for the database, or the disk took none.",
+    "refused": "Records that were lost because the database refuses their values.",
+    "torn": "Lines of spools that hold no record, as a crash of the machine leaves them.",
+    "adopted": "Folders of records that other processes left and that were written.",
+    "write_errors": "Tries to write that failed; the records wait.",
+}
+"""The fields of `ledger.writer.LedgerCounters`, with descriptions."""
 
 ENGINE_COUNTERS: Mapping[str, str] = {
     "requests": "Requests that the engine accepted.",

@@ -13,6 +13,8 @@ from datetime import datetime
 from serve_app.config.keys import KeyConfig, KeyLimits, is_expired
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import NotAuthenticated
+from serve_app.ledger.money import to_pico
+from serve_app.ledger.spend import Budget
 
 _KEY_PREFIX = "rh-"
 _KEY_BYTES = 32
@@ -26,6 +28,7 @@ class Caller:
     models: frozenset[str] | None = None
     owner: str | None = None
     limits: KeyLimits = field(default_factory=KeyLimits)
+    budget: Budget = field(default_factory=Budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +77,13 @@ def hash_key(key: str) -> bytes:
 def _caller(config: KeyConfig, defaults: KeyLimits) -> Caller:
     models = None if config.models is None else frozenset(config.models)
     limits = KeyLimits(**defaults.model_dump() | config.limits.model_dump(exclude_unset=True))
-    return Caller(config.name, models, config.owner, limits)
+    return Caller(config.name, models, config.owner, limits, _budget(limits))
+
+
+def _budget(limits: KeyLimits) -> Budget:
+    return Budget(
+        None if limits.usd_per_day is None else to_pico(limits.usd_per_day),
+        None if limits.usd_per_month is None else to_pico(limits.usd_per_month),
+        limits.tokens_per_day,
+        limits.tokens_per_month,
+    )

@@ -127,14 +127,14 @@ class Lease:
         of_key, of_all = self._use.num_bytes - self._num_bytes, self._limiter.num_bytes - self._num_bytes
         if more > 0:
             if of_key and self._bytes_of_key is not None and of_key + num_bytes > self._bytes_of_key:
-                self._give_back()
+                self.give_back()
                 raise LimitReached(
                     f"The requests of this key may hold {self._bytes_of_key} bytes at a time; "
                     f"this one needs {num_bytes}, the others hold {of_key}.",
                     _RETRY_S,
                 )
             if of_all and self._bytes_in_flight is not None and of_all + num_bytes > self._bytes_in_flight:
-                self._give_back()
+                self.give_back()
                 raise Overloaded("The service is at its limit of request bytes; try again.")
         self._num_bytes = num_bytes
         self._use.num_bytes += more
@@ -154,7 +154,7 @@ class Lease:
         try:
             tokens.require(needed, "tokens")
         except LimitReached:
-            self._give_back()
+            self.give_back()
             raise
         tokens.level -= needed
         self._reserved += needed
@@ -170,7 +170,7 @@ class Lease:
         self.settle(0)
         self.hold(0)
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """A request that is refused does not count against the requests of the minute."""
         requests, self._buckets.requests = self._buckets.requests, None
         if requests is not None:

@@ -112,7 +112,8 @@ async def open_request(
     prepared = await prepare(edge, ticket, body, target)
     generate = prepared.generate
     ticket.hold(_num_scores(generate, streamed=bool(body.stream)) * SCORE_BYTES)
-    ticket.reserve(len(generate.prompt_token_ids), prepared.asked_tokens, generate.sampling.max_tokens)
+    ticket.record.image_tokens = sum(image.length for image in generate.images)
+    await ticket.reserve(len(generate.prompt_token_ids), prepared.asked_tokens, generate.sampling.max_tokens)
     affinity = affinity_of(prepared.prompt_cache_key, generate)
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
     async with open_generation(deltas, edge.limits.first_token_timeout_s) as generation:

@@ -1,7 +1,8 @@
 """The record of each request, for metrics, logs and billing. It contains no prompt or reply text."""
 
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
 from typing import Protocol
@@ -33,7 +34,8 @@ class RequestRecord:
     is a base id of the catalogue, or a remote endpoint's own name for its model; `checkpoint` is a path. Both are empty
     until the request was accepted. `slug` and `endpoint` are set where a marketplace slug was asked for; `passed_over`
     are the endpoints of it that failed before that one was tried. `is_estimated`: an upstream did not report its usage.
-    `client_s`: how long the client took to read.
+    `client_s`: how long the client took to read. `is_held`: the key's budget holds an amount for it. `id` is random:
+    clients may choose `request_id`.
     """
 
     request_id: str
@@ -60,9 +62,11 @@ class RequestRecord:
     reasoning_tokens: int = 0
     image_tokens: int = 0
     is_estimated: bool = False
+    is_held: bool = False
     first_token_s: float | None = None
     client_s: float = 0.0
     duration_s: float = 0.0
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def about(self, target: ResolvedModel, *, streamed: bool) -> None:
         """Note the model and checkpoint of an accepted request."""

@@ -183,7 +183,7 @@ async def _open_remote(
     content = request.content
     ticket.record.about_remote(upstream.config.model, streamed=request.stream)
     asked = request.body.most_tokens
-    ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or _MOST_TOKENS)
+    await ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or _MOST_TOKENS)
     cost_us = len(content) * PARSE_US_PER_BYTE
     body = await edge.workers.run(cost_us, outgoing, content, upstream.config, stream=request.stream)
     ticket.hold(len(body))

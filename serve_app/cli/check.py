@@ -12,6 +12,7 @@ from engines.errors import ModelRefused
 from serve_app.access.key_reader import KeyReader
 from serve_app.checkpoints import CheckpointStore
 from serve_app.config.deploy import DeployConfig, load_deploy_config
+from serve_app.config.ledger import LedgerConfig
 from serve_app.config.model import ModelArgs
 from serve_app.config.paths import resolve_path
 from serve_app.config.service import CheckpointsConfig, ServiceConfig
@@ -41,6 +42,7 @@ def check_here(config: DeployConfig) -> None:
     if config.service is not None:
         problems += [*_of_keys(config.service, config.ingress_variables), *_of_catalog(config.service)]
         problems += _of_checkpoints(config.service.checkpoints)
+        problems += _of_ledger(config.service.ledger, config.ingress_variables)
     _refuse(problems)
 
 
@@ -108,6 +110,13 @@ def _of_checkpoints(config: CheckpointsConfig) -> Iterator[str]:
         if "://" not in place and not Path(place).is_dir():
             yield f"checkpoints.roots[{index}] must be a folder that exists, got {root!r}."
     yield from _complaints("The store of checkpoints", lambda roots: CheckpointStore.of(roots).close(), config)
+
+
+def _of_ledger(config: LedgerConfig | None, more_variables: Mapping[str, str]) -> Iterator[str]:
+    if config is not None:
+        from serve_app.ledger.ledger import Ledger  # its database takes a moment to import
+
+        yield from _complaints("The ledger", lambda ledger: Ledger.check(ledger, more_variables), config)
 
 
 def _complaints(what: str, look: Callable[[_T], object], at: _T) -> Iterator[str]:

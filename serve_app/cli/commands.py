@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,6 +21,7 @@ from serve_app.cli.launch import LaunchFailed, up
 from serve_app.cli.output import say
 from serve_app.config.deploy import load_deploy_config
 from serve_app.config.keys import DEMO_KEY, KeyConfig, KeyLimits
+from serve_app.config.ledger import LedgerConfig
 from serve_app.config.options_page import options_page
 from serve_app.config.refusal import parse_section
 from serve_app.config.service import ServiceConfig
@@ -147,6 +148,21 @@ def _warm_checkpoint(options: argparse.Namespace) -> None:
     say(f"{options.path} is loaded.")
 
 
+def _usage(options: argparse.Namespace) -> None:
+    from serve_app.cli.usage import parse_groups, parse_range, print_usage
+
+    by, within = parse_groups(options.by), parse_range(options.first, options.last)
+    variables: Mapping[str, str] = {}
+    if options.url is not None:
+        ledger = LedgerConfig(url=options.url)
+    else:
+        config = load_deploy_config(options.config)
+        if config.service is None or config.service.ledger is None:
+            raise ConfigRefused(f"{options.config} has no ledger.")
+        ledger, variables = config.service.ledger, config.ingress_variables
+    print_usage(ledger, by, within, key=options.key, form=options.form, more_variables=variables)
+
+
 def _show(tokens: Sequence[tuple[int, str]]) -> None:
     for token_id, text in tokens:
         say(f"{token_id:>8} {text!r}")
@@ -236,6 +252,8 @@ def _add_prompt_commands(commands: Subparsers) -> None:
     _add_config(command)
     command.add_argument("--model", help="a model id of the file; default: the first")
 
+    _add_usage_options(_add(commands, "usage", _usage, "print what keys have used, from the ledger of a config.yaml"))
+
 
 def _add(
     commands: Subparsers, name: str, run: Callable[[argparse.Namespace], None], description: str
@@ -256,10 +274,25 @@ def _add_key_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--expires-at", metavar="TIME", help="such as 2031-01-01T00:00:00Z; default: never")
     for name in KeyLimits.model_fields:
         what = f"{name.replace('_', ' ')}; default: as in limits.per_key"
-        command.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
+        kind = float if name.startswith("usd_") else int
+        command.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what)
 
 
-def _add_config(command: argparse.ArgumentParser) -> None:
+def _add_usage_options(command: argparse.ArgumentParser) -> None:
+    names = "default: key,model,day; also slug and endpoint"
+    command.add_argument("--by", default="key,model,day", metavar="NAMES", help=names)
+    command.add_argument("--from", dest="first", metavar="DAY", help="first UTC day; default: the first of the ledger")
+    command.add_argument("--to", dest="last", metavar="DAY", help="last UTC day; default: the last of the ledger")
+    command.add_argument("--key", metavar="NAME", help="the name of one key; default: all")
+    where = command.add_mutually_exclusive_group()
+    _add_config(where)
+    where.add_argument("--url", help="of the ledger's database, instead of --config; other users can see it in `ps`")
+    form = command.add_mutually_exclusive_group()
+    for name in ("json", "csv"):
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, default="table")
+
+
+def _add_config(command: argparse._ActionsContainer) -> None:
     command.add_argument("--config", type=Path, default=Path("config.yaml"), help="default: config.yaml")
 
 

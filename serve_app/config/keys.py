@@ -11,12 +11,15 @@ from typing import Annotated, Final, Self
 from pydantic import AwareDatetime, Field, StringConstraints, model_validator
 from typing_extensions import Doc
 
+from serve_app.config.price import BudgetTokens, BudgetUsd
 from serve_app.config.section import Bytes, Count, Section, Text
 from serve_app.errors import ConfigRefused
 from serve_app.explain import Complaint
 
 DEMO_KEY: Final = "roundhouse-demo"
 MIN_KEY_CHARACTERS: Final = 16
+BUDGETS: Final = ("usd_per_day", "usd_per_month", "tokens_per_day", "tokens_per_month")
+"""The limits that are counted in the ledger."""
 _MAX_FILE_BYTES: Final = 1 << 16
 _MIN_UPSTREAM_KEY_CHARACTERS: Final = 8
 _MAX_UPSTREAM_KEY_CHARACTERS: Final = 4096
@@ -36,6 +39,16 @@ class KeyLimits(Section):
     requests_per_minute: Annotated[Count | None, Doc("Requests per minute; null: no limit.")] = None
     tokens_per_minute: Annotated[
         Count | None, Doc("Prompt and completion tokens per minute, reserved when a request begins; null: no limit.")
+    ] = None
+    usd_per_day: Annotated[
+        BudgetUsd | None, Doc("USD per UTC day, over all ingresses; needs `ledger`; null: no limit.")
+    ] = None
+    usd_per_month: Annotated[BudgetUsd | None, Doc("USD per UTC month, likewise; null: no limit.")] = None
+    tokens_per_day: Annotated[
+        BudgetTokens | None, Doc("Prompt and completion tokens per UTC day, likewise; null: no limit.")
+    ] = None
+    tokens_per_month: Annotated[
+        BudgetTokens | None, Doc("Prompt and completion tokens per UTC month, likewise; null: no limit.")
     ] = None
 
 

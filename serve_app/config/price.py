@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Final
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 from typing_extensions import Doc
 
@@ -42,6 +42,8 @@ def _usd(value: Any) -> Decimal:
 
 
 Usd = Annotated[Decimal, BeforeValidator(_usd), Ge(0), Le(MAX_USD_PER_MILLION)]
+BudgetTokens = Annotated[int, Ge(1), Le(10**12)]
+BudgetUsd = Annotated[Decimal, BeforeValidator(_usd), Gt(0), Le(1_000_000)]
 
 
 class Price(Section):

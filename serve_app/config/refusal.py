@@ -17,7 +17,7 @@ RENAMED: Final[Mapping[str, str]] = {
 }
 """Renamed keys: old path -> new name. An old key is refused, and the message gives the new name."""
 
-SECTIONS: Final = ("models", "checkpoints", "images", "keys", "limits", "marketplace", "config")
+SECTIONS: Final = ("models", "checkpoints", "images", "keys", "limits", "marketplace", "ledger", "config")
 _UNKNOWN: Final = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
 Location = tuple[int | str, ...]
 _S = TypeVar("_S", bound=BaseModel)

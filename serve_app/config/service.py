@@ -15,7 +15,8 @@ from typing_extensions import Doc
 
 from serve_app.config.base_names import clashes
 from serve_app.config.catalog_entry import ModelConfig
-from serve_app.config.keys import KeyConfig, PerKeyLimits
+from serve_app.config.keys import BUDGETS, KeyConfig, KeyLimits, PerKeyLimits
+from serve_app.config.ledger import LedgerConfig
 from serve_app.config.marketplace import MarketplaceConfig, SlugConfig
 from serve_app.config.refusal import Location, Refusal, refusals
 from serve_app.config.section import Bytes, Count, Seconds, Section, Text
@@ -92,6 +93,9 @@ class ServiceConfig(Section):
     ] = ()
     limits: Annotated[LimitsConfig, Doc("Limits on requests.")] = LimitsConfig()
     marketplace: Annotated[MarketplaceConfig, Doc("Names that have several endpoints.")] = MarketplaceConfig()
+    ledger: Annotated[
+        LedgerConfig | None, Doc("Where usage is recorded; null: nowhere, and no key may have a budget.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +119,15 @@ def read_config(raw: object, before: ServiceConfig | None = None) -> Reading:
     reader = _Reader(last, found)
     slugs = given.get("marketplace", {})
     models = () if not given.get("models") and _has_slugs(slugs) else reader.models(given.get("models"))
+    ledger = reader.ledger(given.get("ledger"), last.ledger)  # before keys and limits, which may need it
     config = ServiceConfig(
         models=models,
         marketplace=reader.marketplace(slugs, last.marketplace, models),
         checkpoints=reader.section("checkpoints", given.get("checkpoints", {}), CheckpointsConfig, last.checkpoints),
         images=reader.images(given.get("images"), last.images),
         keys=reader.keys(given.get("keys", ())),
-        limits=reader.section("limits", given.get("limits", {}), LimitsConfig, last.limits),
+        limits=reader.limits(given.get("limits", {}), last.limits),
+        ledger=ledger,
     )
     return Reading(config, tuple(found))
 
@@ -153,12 +159,32 @@ class _Reader:
         self._last = last
         self._found = found
         self._ids = {*(model.id for model in last.models), *(slug.id for slug in last.marketplace.slugs)}
+        self._model_ids = {model.id for model in last.models}
+        self._has_ledger = False
 
     def section(self, name: str, raw: object, kind: type[_S], last: _Last) -> _S | _Last:
         return self._read(raw, kind, (name,)) or last
 
     def images(self, raw: object, last: ImagesConfig | None) -> ImagesConfig | None:
         return None if raw is None else self.section("images", raw, ImagesConfig, last)
+
+    def ledger(self, raw: object, last: LedgerConfig | None) -> LedgerConfig | None:
+        found = None if raw is None else self.section("ledger", raw, LedgerConfig, last)
+        self._has_ledger = found is not None
+        return found
+
+    def limits(self, raw: object, last: LimitsConfig) -> LimitsConfig:
+        found = self.section("limits", raw, LimitsConfig, last)
+        if self._is_countable(found.per_key, "limits.per_key"):
+            return found
+        return LimitsConfig() if _budget_of(last.per_key) else last
+
+    def _is_countable(self, limits: KeyLimits, path: str) -> bool:
+        """Whether a ledger counts the budget among these limits; refuses them if not."""
+        name = None if self._has_ledger else _budget_of(limits)
+        if name is not None:
+            self._refuse(f"{path}.{name}", "needs a ledger")
+        return name is None
 
     def models(self, raw: object) -> tuple[ModelConfig, ...]:
         """A refused model keeps its previous configuration, if it had one."""
@@ -203,7 +229,7 @@ class _Reader:
         """A refused key is not accepted, even if it was before: the operator may have replaced it for a reason."""
         if not isinstance(raw, list | tuple):
             self._found.append(_no_list("keys", raw))
-            return self._last.keys
+            return tuple(key for key in self._last.keys if self._has_ledger or not _budget_of(key.limits))
         keys: dict[str, KeyConfig] = {}
         for index, entry in enumerate(raw):
             key = self._read(entry, KeyConfig, ("keys", index))
@@ -211,6 +237,8 @@ class _Reader:
                 continue
             if key.name in keys:
                 self._refuse(f"keys[{index}].name", f"must be unique, got {show(key.name)}")
+                continue
+            if not self._is_countable(key.limits, f"keys[{index}].limits"):
                 continue
             keys[key.name] = key
             for position, name in enumerate(key.models or ()):
@@ -256,6 +284,11 @@ class _Reader:
 
     def _refuse(self, path: str, predicate: str) -> None:
         self._found.append(Refusal(path, f"{path} {predicate}."))
+
+
+def _budget_of(limits: KeyLimits) -> str | None:
+    """The first of the limits that are counted in the ledger."""
+    return next((name for name in BUDGETS if getattr(limits, name) is not None), None)
 
 
 def _no_list(name: str, raw: object) -> Refusal:

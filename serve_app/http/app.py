@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
@@ -47,12 +48,13 @@ from serve_app.http.middleware import LIVENESS_PATHS, layers
 from serve_app.http.openapi import DESCRIBE_US, VERSION, describe_api
 from serve_app.http.service import Service
 from serve_app.http.sse import send_answer, send_relayed
+from serve_app.http.usage import send_usage
 from serve_app.model_id import parse
 
 logger = logging.getLogger(__name__)
 
 PREFIXES = ("/v1", "/services/tinker-prod/oai/api/v1")
-_ENDPOINTS = ("/chat/completions", "/completions", "/models")  # what ends in two of them means the first
+_ENDPOINTS = ("/chat/completions", "/completions", "/models", "/usage")  # what ends in two of them means the first
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -70,6 +72,7 @@ def build_http_app(service: Service) -> Starlette:
         routes += [
             _route("POST", f"{prefix}/chat/completions", handlers.chat),
             _route("POST", f"{prefix}/completions", handlers.completions),
+            _route("GET", f"{prefix}/usage", handlers.usage),
             _route("GET", f"{prefix}/models", handlers.models),
             _route("GET", f"{prefix}/models/{{slug:path}}/endpoints", handlers.endpoints),
             _route("GET", f"{prefix}/models/{{id:path}}", handlers.model),
@@ -156,9 +159,13 @@ class Handlers:
     async def _generate(self, exchange: Exchange, operation: Operation[Body]) -> None:
         edge = self._edge()
         limits, service = edge.limits, self._service
+        exchange.before_end.append(partial(self._book, exchange))
+        service.budgets.check(exchange.caller)
         admitted = service.limiter.admit(exchange.caller, bytes_in_flight=limits.bytes_in_flight)
         with service.capacity.admit(), admitted as lease:
-            ticket = exchange.ticket = Ticket(exchange.caller, lease, exchange.record)
+            ticket = exchange.ticket = Ticket(
+                exchange.caller, lease, exchange.record, service.budgets, limits.total_timeout_s
+            )
             request = await self._parse(exchange, edge, ticket, operation)
             with _charged(exchange, ticket):
                 async with CancelOnDisconnect(exchange), _time_limit(exchange, limits):
@@ -193,6 +200,13 @@ class Handlers:
             await exchange.end(last)
         else:
             await exchange.send_content(200, last)
+
+    def _book(self, exchange: Exchange) -> None:
+        exchange.record.duration_s = exchange.elapsed_s()
+        self._service.book(exchange.record)
+
+    async def usage(self, exchange: Exchange) -> None:
+        await send_usage(exchange, self._service.ledger)
 
     def _edge(self) -> Edge:
         service, settings = self._service, self._service.settings

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -38,6 +38,8 @@ class Exchange:
     response_ended: bool = False
     waits_for_client: bool = False  # to read; stays true when the wait timed out
     extra_headers: dict[str, str] = field(default_factory=dict)
+    before_end: list[Callable[[], None]] = field(default_factory=list)
+    """What must happen before the client can have the whole response; the last one first, each once."""
 
     @classmethod
     def of(cls, scope: Scope) -> "Exchange":
@@ -81,7 +83,13 @@ class Exchange:
     async def end(self, content: bytes) -> None:
         """Send the last of the body."""
         self.response_ended = True
+        self.finish()
         await self._send_body({"type": "http.response.body", "body": content})
+
+    def finish(self) -> None:
+        """Do what is left of `before_end`."""
+        while self.before_end:
+            self.before_end.pop()()
 
     async def _send_body(self, message: Message) -> None:
         self.waits_for_client = True

@@ -100,6 +100,7 @@ class Record:
             record.outcome = Outcome.LEFT
             raise
         finally:
+            exchange.finish()
             record.duration_s = exchange.elapsed_s()
             self._recorder.request_ended(record)
             if scope["path"] not in OPEN_PATHS:

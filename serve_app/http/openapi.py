@@ -18,7 +18,16 @@ from serve_app.api.schema.slug import SlugChatBody, SlugCompletionBody
 from serve_app.config.service import LimitsConfig
 from serve_app.errors import MAX_RETRY_AFTER_S, codes_by_status
 from serve_app.http.openapi_rules import RULES, Json, Object
-from serve_app.http.openapi_texts import ABOUT, CHAT_RULES, COMPLETION_RULES, FIELDS, STATUSES, STREAM
+from serve_app.http.openapi_texts import (
+    ABOUT,
+    CHAT_RULES,
+    COMPLETION_RULES,
+    FIELDS,
+    STATUSES,
+    STREAM,
+    USAGE_PARAMETERS,
+    USAGE_RULES,
+)
 from serve_app.model_id import MAX_CHARACTERS
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -32,6 +41,7 @@ _TYPES: Mapping[str, tuple[JsonSchemaMode, type]] = {
     "ChatCompletionChunk": ("serialization", replies.ChatCompletionChunk),
     "TextCompletion": ("serialization", replies.TextCompletion),
     "TextCompletionChunk": ("serialization", replies.TextCompletionChunk),
+    "UsageList": ("serialization", replies.UsageList),
     "ModelList": ("serialization", replies.ModelList),
     "EndpointList": ("serialization", replies.EndpointList),
     "StatusReply": ("serialization", replies.StatusReply),
@@ -145,6 +155,14 @@ def _paths(limits: LimitsConfig) -> Object:
         "/v1/completions": {
             "post": _generating("TextCompletion", ("CompletionBody", "SlugCompletionBody"), COMPLETION_RULES, limits)
         },
+        "/v1/usage": {
+            "get": _operation(
+                "getUsage",
+                USAGE_RULES,
+                _responses(("UsageList",), (400, 401, 404, 500, 503)),
+                _usage_parameters(),
+            )
+        },
         "/v1/models": {
             "get": _operation(
                 "listModels",
@@ -176,6 +194,11 @@ def _paths(limits: LimitsConfig) -> Object:
         "/readyz": {"get": _open("isReady", "Whether every model can produce a token.", "StatusReply", (500, 503))},
         "/openapi.json": {"get": _open("describe", "This description.", "Description", (500,))},
     }
+
+
+def _usage_parameters() -> list[Json]:
+    first, last, by = (_parameter("query", name, about) for name, about in USAGE_PARAMETERS.items())
+    return [first, last, {**by, "schema": {"enum": ["day", "model"]}}]
 
 
 def _generating(reply: str, bodies: tuple[str, ...], rules: str, limits: LimitsConfig) -> Object:

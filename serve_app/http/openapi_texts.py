@@ -41,6 +41,17 @@ Exactly one of `prompt` and `prompt_chunks` is set. `echo` needs `prompt`, and `
 
 {_SLUG_RULES.format(body="CompletionBody")}"""
 
+USAGE_RULES = """\
+What the key has used, from the requests that have ended. Those of the last seconds may be missing. A service without a
+ledger answers 404. A range has at most 366 days.
+"""
+
+USAGE_PARAMETERS: Mapping[str, str] = {
+    "from": "A UTC date, or a time with its zone (RFC 3339). Unset: the first day of this month.",
+    "to": "A UTC date, which is included, or a time, which is not. Unset: today.",
+    "by": "`day` or `model`. Unset: `day`.",
+}
+
 STREAM = """\
 With `stream: true`: `data: ` and a `{chunk}`, again and again, then `data: [DONE]`. A stream that fails ends with
 `data: ` and an `ErrorReply`, without `[DONE]`. Lines that begin with a colon are comments.

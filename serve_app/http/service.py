@@ -4,21 +4,27 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import TypeVar
 
 from serve_app.access.auth import Keyring
+from serve_app.access.budgets import Budgets
 from serve_app.access.capacity import Capacity
 from serve_app.access.key_reader import KeyReader
 from serve_app.access.limits import Limiter
-from serve_app.api.record import NullRecorder, Recorder
+from serve_app.api.record import NullRecorder, Recorder, RequestRecord
+from serve_app.api.usage import usage_of
 from serve_app.catalog.catalog import Catalog, Checkpoints
 from serve_app.catalog.served_model import ServedModel, load_model
 from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.ledger import LedgerConfig
 from serve_app.config.marketplace import MarketplaceConfig
 from serve_app.config.refusal import Refusal
 from serve_app.config.service import CheckpointsConfig, ImagesConfig, LimitsConfig, ServiceConfig, read_config
 from serve_app.errors import ConfigRefused
 from serve_app.images.preparing import Images
+from serve_app.ledger.ledger import Ledger
 from serve_app.marketplace.slugs import Marketplace
 from serve_app.replicas.generation import Replicas
 from serve_app.workers import Workers
@@ -54,17 +60,20 @@ class Service:
         open_checkpoints: Callable[[CheckpointsConfig], Checkpoints],
         *,
         open_images: Callable[[ImagesConfig], Images] | None = None,
+        open_ledger: Callable[[LedgerConfig], Ledger] = Ledger.of,
         recorder: Recorder | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
         max_requests: int = MAX_REQUESTS,
     ) -> None:
-        """`open_checkpoints` is called in a thread; the service closes what it opens. `keep_alive_s`: a stream without
-        output for this long gets a comment. `max_requests`: how many run at a time.
+        """`open_checkpoints` and `open_ledger` are called in a thread; the service closes what they open.
+        `keep_alive_s`: a stream without output for this long gets a comment. `max_requests`: how many run at a time.
         """
         self.replicas = replicas
         self.recorder: Recorder = recorder or NullRecorder()
         self.keep_alive_s = keep_alive_s
         self.limiter = Limiter()
+        self.budgets = Budgets()
+        self.ledger: Ledger | None = None
         self.capacity = Capacity(max_requests)
         self.workers = Workers()
         self.refusals: tuple[Refusal, ...] = (_NO_CONFIGURATION,)
@@ -72,6 +81,8 @@ class Service:
         self._open_checkpoints = open_checkpoints
         self._open_images = open_images
         self._images_config: ImagesConfig | None = None
+        self._open_ledger = open_ledger
+        self._ledger_config: LedgerConfig | None = None
         self._key_reader = KeyReader()
         self._wanted: ServiceConfig | None = None
         self._number = 0
@@ -98,6 +109,7 @@ class Service:
         async with self._catalog_changing:
             if number != self._number:
                 return  # the newer configuration loads its own parts
+            refusals += await self._take_over_ledger(reading.config.ledger)
             refusals += await self._take_over_checkpoints(reading.config.checkpoints)
             refusals += await self._take_over_images(reading.config.images)
             refusals += await self._take_over_marketplace(reading.config.marketplace)
@@ -117,8 +129,20 @@ class Service:
         if not self.has_served:
             raise ConfigRefused(self.config_error or str(_NO_CONFIGURATION))
 
+    def book(self, record: RequestRecord) -> None:
+        """Enter a request that ends into the ledger. One that a limit refused was not run, and is left out: a key could
+        fill the disk with them.
+        """
+        usage = usage_of(record, datetime.now(UTC))
+        if self.ledger is not None and (record.status != HTTPStatus.TOO_MANY_REQUESTS or record.is_held):
+            self.ledger.append(usage)
+        number = 0 if self.ledger is None else self.ledger.num_appended
+        self.budgets.ended(record.key_name, record.id, usage.spend, number)
+
     async def close(self) -> None:
         await self.settings.marketplace.close()
+        if self.ledger is not None:
+            self.ledger.close()
         self.workers.close()
         self._key_reader.close()
         for checkpoints in (*self._retired, self._checkpoints):
@@ -130,6 +154,18 @@ class Service:
         self.settings = replace(self.settings, limits=config.limits, keyring=keyring)
         self._longest_request_s = max(self._longest_request_s, _longest_request_s(config.limits))
         return refusals
+
+    async def _take_over_ledger(self, config: LedgerConfig | None) -> list[Refusal]:
+        if config == self._ledger_config:
+            return []
+        opened = None if config is None else await _attempt("ledger", "The ledger", self._open_ledger, config)
+        if isinstance(opened, Refusal):
+            return [opened]
+        before, self.ledger, self._ledger_config = self.ledger, opened, config
+        self.budgets.books = opened
+        if before is not None:
+            await asyncio.to_thread(before.close)
+        return []
 
     async def _take_over_checkpoints(self, config: CheckpointsConfig) -> list[Refusal]:
         if config == self._checkpoints_config:

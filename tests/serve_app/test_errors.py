@@ -8,7 +8,7 @@ import pytest
 from engines import errors as engine_errors
 from renderers.base import RenderError
 from serve_app import errors
-from serve_app.errors import LimitReached, to_http
+from serve_app.errors import BudgetExceeded, LimitReached, to_http
 
 RETRIED_BY_THE_SDK = {408, 409, 429, *range(500, 600)}
 
@@ -18,10 +18,11 @@ def every_error() -> list[Exception]:
     for module in (errors, engine_errors):
         for kind in vars(module).values():
             is_error = inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == module.__name__
-            if is_error and not kind.__subclasses__():
+            if is_error and (kind is LimitReached or not kind.__subclasses__()):
                 count = len(inspect.signature(kind.__init__).parameters) - 1
                 special = {
                     LimitReached: ("m", 2.0),
+                    BudgetExceeded: ("m", 2.0),
                     errors.UpstreamRefused: ("m", "n", "o", 422, "p"),
                     errors.UpstreamFailed: ("m", 2.0),
                     engine_errors.QueueFull: (5,),

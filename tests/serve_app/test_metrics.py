@@ -13,15 +13,19 @@ from serve_app.api.record import RequestRecord
 from serve_app.checkpoints import CheckpointStore, StoreCounters
 from serve_app.config.refusal import SECTIONS, Refusal
 from serve_app.config.service import CheckpointsConfig
+from serve_app.ledger.ledger import LedgerReport
+from serve_app.ledger.writer import LedgerCounters
 from serve_app.metrics import (
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
+    LEDGER_COUNTERS,
     OTHER,
     STORE_COUNTERS,
     AdapterLabels,
     EngineMetrics,
     Growth,
     IngressMetrics,
+    LedgerMetrics,
 )
 from serve_app.model_id import CheckpointPath
 from tests.support import checkpoint_files
@@ -91,6 +95,24 @@ def test_totals_are_exported_by_what_they_grew():
 
 def test_everything_that_a_store_counts_is_a_metric_and_nothing_else():
     assert [field.name for field in fields(StoreCounters)] == list(STORE_COUNTERS)
+
+
+def test_everything_that_a_ledger_counts_is_a_metric_and_nothing_else():
+    assert [field.name for field in fields(LedgerCounters)] == list(LEDGER_COUNTERS)
+
+
+def test_what_ledgers_report_is_exported_by_what_it_grew_also_when_another_takes_over():
+    readable = ReadableMetrics()
+    metrics = LedgerMetrics(readable.exporter)
+    for _ in range(2):
+        report = metrics.reporter()
+        for grown in (1, 3):
+            counters = LedgerCounters(*(grown * (index + 1) for index in range(len(LEDGER_COUNTERS))))
+            report(LedgerReport(counters, waiting_bytes=grown, is_up=grown == 3))
+    assert readable.moved == set(readable.metrics)
+    assert [readable.last(f"roundhouse_ledger_{name}") for name in LEDGER_COUNTERS] == [6, 12, 18, 24, 30, 36]
+    assert readable.metrics["roundhouse_ledger_waiting_bytes"].values[()] == [1, 3, 1, 3]
+    assert readable.metrics["roundhouse_ledger_up"].values[()] == [0, 1, 0, 1]
 
 
 def test_everything_that_an_engine_counts_is_a_metric_and_nothing_else():
@@ -315,7 +337,8 @@ def test_every_metric_of_the_ingress_is_moved_by_requests_over_http(
         edge.reconfigure(keys=[{"name": ""}])
         edge.wait_until_idle()
     readable = recorder.readable
-    assert readable.moved == set(readable.metrics)
+    of_ledger = {name for name in readable.metrics if name.startswith("roundhouse_ledger_")}
+    assert readable.moved == set(readable.metrics) - of_ledger
     of_slug = {"slug": "acme/two", "endpoint": "gone"}
     assert readable.last("roundhouse_endpoint_requests", **of_slug, outcome="failed") == 1
     assert readable.last("roundhouse_endpoint_fallbacks", **of_slug) == 1

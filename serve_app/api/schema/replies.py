@@ -26,6 +26,44 @@ class UsageReply(TypedDict):
     completion_tokens_details: ReasoningTokens
 
 
+class UsedAmounts(TypedDict):
+    """`prompt_tokens` include those of the cache and of images; `cost_usd` is an exact decimal."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    image_tokens: int
+    cost_usd: str
+
+
+class UsedOnDay(UsedAmounts):
+    object: Literal["usage"]
+    day: str
+
+
+class UsedByModel(UsedAmounts):
+    """`model`: a base model or a slug; null for requests that no model took."""
+
+    object: Literal["usage"]
+    model: str | None
+
+
+UsageList = TypedDict(
+    "UsageList",
+    {
+        "object": Literal["list"],
+        "from": str,
+        "to": str,
+        "by": Literal["day", "model"],
+        "data": list[UsedOnDay] | list[UsedByModel],
+        "total": UsedAmounts,
+    },
+)
+"""What a key used from one time until before another."""
+
+
 class FunctionReply(TypedDict):
     name: str
     arguments: str

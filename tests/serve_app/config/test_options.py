@@ -30,7 +30,7 @@ ROOTS: dict[str, tuple[type, Any, Any]] = {
     "user_config": (
         ServiceConfig,
         parse_config,
-        {"models": [MODEL], "images": {"app": "i"}, "keys": [KEY], "marketplace": {"slugs": [SLUG]}},
+        {"models": [MODEL], "images": {"app": "i"}, "keys": [KEY], "marketplace": {"slugs": [SLUG]}, "ledger": {}},
     ),
     "api": (ApiArgs, parse_api_args, {}),
     "images": (ImageArgs, parse_image_args, {}),

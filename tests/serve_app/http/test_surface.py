@@ -14,7 +14,7 @@ from tests.support.wire import error, exchange, post_head, read_response
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 
-PATHS = "The endpoints are /v1/chat/completions, /v1/completions, /v1/models."
+PATHS = "The endpoints are /v1/chat/completions, /v1/completions, /v1/models, /v1/usage."
 BODY = {"model": BASE, "prompt": "hi", "max_tokens": 1}
 
 
