@@ -34,6 +34,7 @@ class Database:
         self._timeout_s = timeout_s
         self._creating = threading.Lock()
         self._is_created = False
+        self._inode: int | None = None
 
     @classmethod
     def of(cls, url: str, *, timeout_s: float = _TIMEOUT_S) -> Self:
@@ -89,12 +90,23 @@ class Database:
 
     def _create_once(self) -> None:
         with self._creating:
+            if self._inode != self._file_inode():  # what open connections write into a deleted file is lost
+                self._engine.dispose()
+                self._is_created = False
             if self._is_created:
                 return
             with self._begin("FULL") as connection:
                 _lock(connection)
                 schema.create(connection)
+            self._inode = self._file_inode()
             self._is_created = True
+
+    def _file_inode(self) -> int | None:
+        """Of a SQLite database that is there."""
+        try:
+            return None if self.file is None else self.file.stat().st_ino
+        except OSError:
+            return None
 
     @contextmanager
     def _begin(self, mode: str) -> Iterator[Connection]:

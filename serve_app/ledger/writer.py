@@ -74,6 +74,7 @@ class Writer:
         self._adopted: list[Folder] = []
         self._adopted_at = float("-inf")
         self._pause_s = interval_s
+        self._has_begun = False
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
@@ -130,9 +131,10 @@ class Writer:
 
     def _write_all(self) -> None:
         """Raises `LedgerUnavailable`, or `OSError` for the spool."""
-        if not self._state.is_up:
-            self._database.ping()
         self._adopt()
+        if not (self._state.is_up and self._has_begun):
+            self._database.ping()  # also at the start, so that the tables are there and an error is seen
+            self._has_begun = True
         self._write_unspooled()
         self._write_closed()  # those of rounds that failed: until they are written, one segment grows
         self._spool.rotate()

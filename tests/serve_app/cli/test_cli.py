@@ -49,8 +49,10 @@ def new_key_lines(capsys: pytest.CaptureFixture[str], *options: str) -> object:
 def test_a_new_key_can_have_models_an_owner_an_end_and_limits(capsys):
     whose = ["--models", "a/b", "c/d", "--owner", "alice", "--expires-at", "2031-01-01T00:00:00Z"]
     limits_given = ["--concurrency", "4", "--requests-per-minute", "60", "--tokens-per-minute", "10000"]
+    limits_given += ["--usd-per-day", "1.5", "--tokens-per-month", "7"]
     (entry,) = new_key_lines(capsys, "ci", *whose, *limits_given)
     limits = {"concurrency": 4, "requests_per_minute": 60, "tokens_per_minute": 10000}
+    limits |= {"usd_per_day": 1.5, "tokens_per_month": 7}
     key = KeyConfig.model_validate(entry)
     assert (key.name, key.models, key.owner, key.limits) == ("ci", ("a/b", "c/d"), "alice", KeyLimits(**limits))
     assert key.expires_at == datetime(2031, 1, 1, tzinfo=UTC)

@@ -15,6 +15,7 @@ from serve_app.ledger.record import microseconds
 from tests.serve_app.http.test_openapi import check
 from tests.support.harness import CONTEXT, OTHER_KEY, RunningEdge, config_for, running_edge
 from tests.support.usage_records import INTERVAL_S, NOON, usage_record, written
+from tests.support.waiting import eventually
 from tests.support.wire import error
 
 pytest_plugins = ("tests.support.edge_fixtures",)
@@ -157,13 +158,17 @@ def test_without_a_ledger_it_is_404_after_the_parameters(edge: RunningEdge) -> N
 
 
 def test_a_database_that_is_away_is_503_with_retry_after(model_folders: dict[str, str], tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'away' / 'ledger.sqlite'}"
-    config = {**config_for(model_folders), "ledger": {"directory": str(tmp_path), "url": url}}
+    place = tmp_path / "away.sqlite"
+    place.mkdir()
+    url = f"sqlite:///{place}"
+    config = {
+        **config_for(model_folders),
+        "ledger": {"directory": str(tmp_path), "url": url, "write_interval_s": INTERVAL_S},
+    }
     with running_edge(config, FakeConfig(vocab_size=512, context_length=CONTEXT)) as edge, edge.http() as client:
-        (tmp_path / "away").rmdir()
         response = client.get("/usage")
-        (tmp_path / "away").mkdir()
-        assert client.get("/usage").status_code == 200
+        place.rmdir()
+        eventually(lambda: client.get("/usage").status_code == 200)
     assert response.status_code == 503
     message = "The usage cannot be read now; try again."
     assert response.json() == error(message, "server_error", code="ledger_unavailable")

@@ -218,7 +218,9 @@ def test_the_documents_sample_of_an_image_runs_as_it_stands(
     run_python(code, before_image=before["tokens"], after_image=after["tokens"])
     assert capsys.readouterr().out.strip(), "it asks for no temperature, so the words may differ"
     edge.wait_until_idle()
-    counted = edge.recorder.ended[-1].prompt_tokens - len(before["tokens"]) - len(after["tokens"])
+    record = edge.recorder.ended[-1]
+    counted = record.prompt_tokens - len(before["tokens"]) - len(after["tokens"])
+    assert record.image_tokens == counted
     assert counted == (16 if model == "tiny/Llava" else 30), "the image's tokens are counted"
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -232,41 +231,46 @@ def test_records_wait_for_postgres_and_are_written_when_it_is_back(
     assert PASSWORD not in caplog.text
 
 
+def away(folder: Path) -> tuple[Path, str]:
+    """A folder in the place of a SQLite file. Remove it, and the database is back. Its URL."""
+    place = folder / "away.sqlite"
+    place.mkdir()
+    return place, f"sqlite:///{place}"
+
+
 def test_a_database_that_is_away_at_the_start_is_waited_for(tmp_path: Path) -> None:
-    away = tmp_path / "away"
-    with open_ledger(tmp_path, url=f"sqlite:///{away / 'ledger.sqlite'}") as ledger:
-        shutil.rmtree(away)
+    place, url = away(tmp_path)
+    with open_ledger(tmp_path, url=url) as ledger:
         ledger.append(usage_record())
         eventually(lambda: ledger.report.counters.write_errors > 1)
-        away.mkdir()
+        place.rmdir()
         written(ledger)
         assert amounts(ledger._database).requests == 1
 
 
 def test_what_waits_at_the_end_is_for_the_next_one(tmp_path: Path) -> None:
-    away = tmp_path / "away"
-    with open_ledger(tmp_path, url=f"sqlite:///{away / 'ledger.sqlite'}") as ledger:
-        shutil.rmtree(away)
+    place, url = away(tmp_path)
+    with open_ledger(tmp_path, url=url) as ledger:
         for _ in range(3):
             ledger.append(usage_record())
         eventually(lambda: not ledger.is_up)
     assert spooled(tmp_path) == 3
-    with open_ledger(tmp_path, url=f"sqlite:///{away / 'ledger.sqlite'}") as ledger:
+    place.rmdir()
+    with open_ledger(tmp_path, url=url) as ledger:
         eventually(lambda: ledger.report.counters.records == 3)
 
 
 def test_over_its_bound_the_newest_records_are_dropped_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    away, bound = tmp_path / "away", 1 << 16
-    with open_ledger(tmp_path, url=f"sqlite:///{away / 'ledger.sqlite'}", spool_bytes=bound) as ledger:
-        shutil.rmtree(away)
+    (place, url), bound = away(tmp_path), 1 << 16
+    with open_ledger(tmp_path, url=url, spool_bytes=bound) as ledger:
         while ledger.report.counters.dropped < 5:
             ledger.append(usage_record())
         kept = ledger.num_appended - ledger.report.counters.dropped
         assert bound - len(usage_record().line()) < ledger.report.waiting_bytes <= bound
         assert spooled(tmp_path) == kept
-        away.mkdir()
+        place.rmdir()
         written(ledger)
         assert amounts(ledger._database).requests == kept
         ledger.append(usage_record())
@@ -276,21 +280,31 @@ def test_over_its_bound_the_newest_records_are_dropped_and_said(
 
 
 def test_the_bound_counts_what_others_have_left(tmp_path: Path) -> None:
-    away, bound = tmp_path / "away", 1 << 16
-    url = f"sqlite:///{away / 'ledger.sqlite'}"
+    (place, url), bound = away(tmp_path), 1 << 16
     with open_ledger(tmp_path, url=url) as ledger:
-        shutil.rmtree(away)
         while ledger.report.waiting_bytes < bound:
             ledger.append(usage_record())
     with open_ledger(tmp_path, url=url, spool_bytes=bound) as ledger:
-        shutil.rmtree(away)
-        eventually(lambda: ledger.report.counters.write_errors > 1)
+        eventually(lambda: ledger.report.waiting_bytes >= bound)
         ledger.append(usage_record())
         assert ledger.report.counters.dropped == 1
-        away.mkdir()
+        place.rmdir()
         eventually(lambda: ledger.report.counters.adopted == 1)
+        eventually(lambda: ledger.report.waiting_bytes == 0)
         ledger.append(usage_record())
         assert ledger.report.counters.dropped == 1
+
+
+def test_a_sqlite_file_that_is_replaced_is_followed(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.sqlite"
+    with open_ledger(tmp_path) as ledger:
+        ledger.append(usage_record())
+        written(ledger)
+        file.rename(tmp_path / "moved.sqlite")
+        for _ in range(2):
+            ledger.append(usage_record())
+        written(ledger)
+        assert amounts(ledger._database).requests == 2
 
 
 def test_records_that_the_disk_does_not_take_are_written_from_memory(
