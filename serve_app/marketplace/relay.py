@@ -22,7 +22,7 @@ JsonObject = dict[str, object]
 
 DONE: Final = b"[DONE]"
 _MODEL: Final = re.compile(rb'[,{]\s*"model"\s*:\s*("(?:[^"\\]|\\.)*")')
-_NULL_USAGE: Final = re.compile(rb',\s*"usage"\s*:\s*null(?=[^{}\[\]]*\}\s*\Z)')
+_NULL_USAGE: Final = re.compile(rb',\s*"usage"\s*:\s*null\s*(?=[^{}\[\]]*\}\s*\Z)')
 _CHARACTERS_PER_TOKEN: Final = 4
 _MOST_CHOICES: Final = 1024
 _MOST_TOKENS: Final = 2**31
