@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Literal
 
 from engines.protocol import GenerateRequest, TokenDelta
 from serve_app.api.chunks import Chunks, ReplyHead
@@ -101,6 +102,21 @@ class Answer:
                 return
             yield part
             delta = await self.generation.next()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedAnswer:
+    """An answer whose reply is there in one piece, before any of it was sent."""
+
+    answer: Answer
+    content: bytes
+    stream: Literal[False] = False
+
+    async def whole(self) -> bytes:
+        return self.content
+
+    def note(self, record: RequestRecord) -> None:
+        self.answer.note(record)
 
 
 def _scores_us(scored: Sequence[Scored]) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engines.errors import AdapterError, EngineStopped, NonFiniteLogits, QueueFull
-from serve_app.api.answer import Answer, Edge
+from serve_app.api.answer import Answer, Edge, FinishedAnswer
 from serve_app.api.ignored_fields import IgnoredFields
 from serve_app.api.json_body import parse_object
 from serve_app.api.local_endpoints import NotServed, model_of, not_ready
@@ -40,7 +40,8 @@ from serve_app.marketplace.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
-_Opened = AbstractAsyncContextManager[Answer | RelayedAnswer]
+SlugAnswer = Answer | FinishedAnswer | RelayedAnswer
+_Opened = AbstractAsyncContextManager[SlugAnswer]
 
 _BYTES_PER_TOKEN = 4  # of a prompt that only the upstream counts
 _MOST_TOKENS = 1 << 15  # of a reply that only the upstream limits: few are longer
@@ -68,13 +69,13 @@ _LOST: Final = (UpstreamLost, ReplicaLost, EngineStopped, NonFiniteLogits)
 class _Begun:
     endpoint: Endpoint
     attempt: Attempt
-    answer: Answer | RelayedAnswer
+    answer: SlugAnswer
 
 
 @asynccontextmanager
 async def open_slug(
     edge: Edge, ticket: Ticket, operation: Operation[Body], request: SlugRequest
-) -> AsyncIterator[Answer | RelayedAnswer]:
+) -> AsyncIterator[SlugAnswer]:
     """Raises what `open_request` raises for a fault of the caller, `UpstreamRefused`, or `NoEndpoint`."""
     slug = request.wanted.slug
     ticket.record.slug = slug.id
@@ -161,13 +162,14 @@ def _measure(begun: _Begun, record: RequestRecord, within_s: float) -> None:
 @asynccontextmanager
 async def _open_local(
     edge: Edge, ticket: Ticket, operation: Operation[Body], request: SlugRequest, endpoint: Endpoint
-) -> AsyncIterator[Answer]:
+) -> AsyncIterator[Answer | FinishedAnswer]:
+    """A reply that is not streamed is generated first: another endpoint can be tried as long as nothing was sent."""
     cost_us = len(request.content) * PARSE_US_PER_BYTE
     parsed = await edge.workers.run(cost_us, _parsed, operation, request, edge)
     ticket.ignored_fields = parsed.ignored_fields
     find = model_of(endpoint, request.requested, ticket.caller.name)
     async with open_again(edge, ticket, parsed.body, operation.prepare, find) as answer:
-        yield answer
+        yield answer if request.stream else FinishedAnswer(answer, await answer.whole())
 
 
 def _parsed(operation: Operation[Body], request: SlugRequest, edge: Edge) -> ParsedBody[Body]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,9 @@ from engines.errors import ModelRefused
 from serve_app.access.key_reader import KeyReader
 from serve_app.checkpoints import CheckpointStore
 from serve_app.config.deploy import DeployConfig, load_deploy_config
+from serve_app.config.keys import upstream_key
 from serve_app.config.ledger import LedgerConfig
+from serve_app.config.marketplace import MarketplaceConfig
 from serve_app.config.model import ModelArgs
 from serve_app.config.paths import resolve_path
 from serve_app.config.service import CheckpointsConfig, ServiceConfig
@@ -43,6 +46,7 @@ def check_here(config: DeployConfig) -> None:
         problems += [*_of_keys(config.service, config.ingress_variables), *_of_catalog(config.service)]
         problems += _of_checkpoints(config.service.checkpoints)
         problems += _of_ledger(config.service.ledger, config.ingress_variables)
+        problems += _of_slugs(config.service.marketplace, config.ingress_variables)
     _refuse(problems)
 
 
@@ -86,6 +90,15 @@ def _of_keys(service: ServiceConfig, more_variables: Mapping[str, str]) -> Itera
     finally:
         reader.close()
     yield from map(str, refusals)
+
+
+def _of_slugs(marketplace: MarketplaceConfig, more_variables: Mapping[str, str]) -> Iterator[str]:
+    for slug in marketplace.slugs:
+        for endpoint in slug.endpoints:
+            key = None if endpoint.upstream is None else endpoint.upstream.key
+            if key is not None:
+                what = f"The key of the endpoint {f'{slug.id}/ep/{endpoint.name}'!r}"
+                yield from _complaints(what, partial(upstream_key, what, key.env, key.file), more_variables)
 
 
 def _of_catalog(service: ServiceConfig) -> Iterator[str]:

@@ -70,7 +70,7 @@ def _deploy(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     config = check(options.config)
-    say(f"{options.config} is valid: {', '.join(config.model_ids) or 'no models'}.")
+    say(f"{options.config} is valid: {', '.join([*config.model_ids, *config.slug_ids]) or 'no models'}.")
 
 
 def _options(options: argparse.Namespace) -> None:

@@ -88,11 +88,12 @@ def welcome(config: DeployConfig, operations: Sequence[str] = ()) -> str:
     url = _url(config.host, config.port)
     lines = [f"Roundhouse is ready at {url}/v1 (Ctrl-C ends it)."]
     lines += [f"  model: {model_id}" for model_id in config.model_ids]
+    lines += [f"  slug: {slug_id}" for slug_id in config.slug_ids]
     if config.health_port is not None:
         lines.append(f"  probes: {_url(config.host, config.health_port)}/readyz")
     lines += operations
     if config.has_demo_key:
-        lines += [f"  demo key: {DEMO_KEY}", "", *_curl(url, config.model_ids[0])]
+        lines += [f"  demo key: {DEMO_KEY}", "", *_curl(url, config)]
     return "\n".join(lines)
 
 
@@ -101,9 +102,12 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _curl(url: str, model: str) -> list[str]:
+def _curl(url: str, config: DeployConfig) -> list[str]:
+    name = [*config.model_ids, *config.slug_ids][0]
     message = {"role": "user", "content": "What is the capital of France?"}
-    body = {"model": model, "messages": [message], "temperature": 0}
+    body = {"model": name, "messages": [message], "temperature": 0}
+    if not config.model_ids:
+        body["stream"] = True  # as slugs need it
     return [
         f"curl {url}/v1/chat/completions \\",
         f"  -H 'Authorization: Bearer {DEMO_KEY}' -H 'Content-Type: application/json' \\",

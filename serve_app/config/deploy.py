@@ -69,6 +69,10 @@ class DeployConfig:
         return [] if self.service is None else [model.id for model in self.service.models]
 
     @property
+    def slug_ids(self) -> list[str]:
+        return [] if self.service is None else [slug.id for slug in self.service.marketplace.slugs]
+
+    @property
     def has_demo_key(self) -> bool:
         digest = hashlib.sha256(DEMO_KEY.encode()).hexdigest()
         return self.service is not None and any(key.sha256 == digest for key in self.service.keys)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api.answer import Answer, Edge
+from serve_app.api.answer import Answer, Edge, FinishedAnswer
 from serve_app.api.chat import CHATS
 from serve_app.api.completions import COMPLETIONS
 from serve_app.api.model_listing import describe, list_endpoints, list_models
@@ -27,8 +27,7 @@ from serve_app.api.opening import (
     parse_request,
     requested_model,
 )
-from serve_app.api.relayed import RelayedAnswer
-from serve_app.api.slug_opening import open_slug
+from serve_app.api.slug_opening import SlugAnswer, open_slug
 from serve_app.api.slug_request import SlugRequest, wanted_slug
 from serve_app.api.ticket import Ticket
 from serve_app.config.service import LimitsConfig
@@ -182,13 +181,13 @@ class Handlers:
 
     def _open(
         self, edge: Edge, ticket: Ticket, operation: Operation[Body], request: ParsedBody[Body] | SlugRequest
-    ) -> AbstractAsyncContextManager[Answer | RelayedAnswer]:
+    ) -> AbstractAsyncContextManager[SlugAnswer]:
         if isinstance(request, SlugRequest):
             return open_slug(edge, ticket, operation, request)
         ticket.ignored_fields = request.ignored_fields
         return open_again(edge, ticket, request.body, operation.prepare, requested_model(request.body, ticket.caller))
 
-    async def _answer(self, exchange: Exchange, opened: AbstractAsyncContextManager[Answer | RelayedAnswer]) -> None:
+    async def _answer(self, exchange: Exchange, opened: AbstractAsyncContextManager[SlugAnswer]) -> None:
         """What generates is closed before the last bytes are sent: the client may read slowly, or leave with them."""
         async with opened as answer:
             exchange.record.first_token_s = exchange.elapsed_s()
@@ -220,9 +219,9 @@ class Handlers:
             settings.images,
         )
 
-    async def _send(self, exchange: Exchange, answer: Answer | RelayedAnswer) -> bytes:
+    async def _send(self, exchange: Exchange, answer: SlugAnswer) -> bytes:
         """Send a stream but for its last events; returns what is left to send."""
-        if not answer.stream:
+        if isinstance(answer, FinishedAnswer) or not answer.stream:
             return await answer.whole()
         if isinstance(answer, Answer):
             return await send_answer(exchange, answer, self._service.keep_alive_s)

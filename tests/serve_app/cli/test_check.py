@@ -229,3 +229,43 @@ def test_a_model_without_an_engine_needs_no_weights(files):
     (files.model / "model.safetensors").unlink()
     files.args.update(engine="fake", source="nowhere")
     assert files.check() == 0
+
+
+def with_slug(files: Files, **upstream: Any) -> None:
+    price = {"prompt": 1, "completion": 1}
+    far = {"url": "https://api.example.com/v1", "model": "theirs", **upstream}
+    endpoints = [{"name": "here", "model": MODEL, "price": price}, {"name": "far", "upstream": far, "price": price}]
+    files.user_config["marketplace"] = {"slugs": [{"id": "acme/two", "endpoints": endpoints}]}
+
+
+def test_slugs_are_named_after_the_models(files, capsys):
+    with_slug(files)
+    assert files.check() == 0
+    assert capsys.readouterr().out == f"{files.path} is valid: {MODEL}, acme/two.\n"
+
+
+def test_the_key_of_an_upstream_that_cannot_be_read_is_found(files, capsys, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with_slug(files, key={"env": "NO_SUCH_KEY"})
+    assert complaints(files, capsys) == [
+        "The key of the endpoint 'acme/two/ep/far' is empty in the environment variable 'NO_SUCH_KEY'."
+    ]
+    files.raw["applications"][0]["runtime_env"] = {"env_vars": {"NO_SUCH_KEY": "sk-it-is-there-for-the-api"}}
+    assert files.check() == 0
+
+
+def test_a_slug_that_is_wrong_is_found_at_its_place(files, capsys):
+    with_slug(files, url="http://127.0.0.1/v1")
+    (complaint,) = complaints(files, capsys)
+    assert complaint.startswith(
+        "applications[0] (api): marketplace.slugs[0].endpoints[1].upstream.url must be at a public"
+    )
+
+
+def test_slugs_may_be_all_there_is(files, capsys):
+    with_slug(files)
+    del files.user_config["models"]
+    del files.user_config["marketplace"]["slugs"][0]["endpoints"][0]
+    del files.raw["applications"][1:]
+    assert files.check() == 0
+    assert capsys.readouterr().out == f"{files.path} is valid: acme/two.\n"

@@ -228,3 +228,18 @@ def test_without_the_demo_key_no_key_is_shown(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(raw))
     assert "curl" not in welcome(load_deploy_config(path))
+
+
+def test_without_models_the_welcome_asks_a_slug(tmp_path):
+    raw = text_config()
+    user_config = raw["applications"][0]["deployments"][0]["user_config"]
+    del user_config["models"]
+    upstream = {"url": "https://api.example.com/v1", "model": "theirs"}
+    endpoint = {"name": "far", "upstream": upstream, "price": {"prompt": 1, "completion": 1}}
+    user_config["marketplace"] = {"slugs": [{"id": "acme/one", "endpoints": [endpoint]}]}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    text = welcome(load_deploy_config(path))
+    assert "  slug: acme/one\n" in text
+    assert '"model": "acme/one"' in text
+    assert '"stream": true' in text

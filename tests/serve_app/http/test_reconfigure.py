@@ -108,7 +108,8 @@ def test_a_model_that_is_wrong_stays_as_it_was_and_one_that_is_gone_is_gone(edge
         ({"checkpoints": {"roots": [7]}}, "checkpoints.roots[0] must be a string, got 7."),
         (
             {"nonsense": 1},
-            "nonsense is not a known key; the keys here are models, checkpoints, images, keys, limits, marketplace, ledger.",
+            "nonsense is not a known key; "
+            "the keys here are models, checkpoints, images, keys, limits, marketplace, ledger.",
         ),
     ],
 )

@@ -105,7 +105,8 @@ def test_a_client_that_leaves_ends_the_generation_of_the_other_service(
     with httpx.Client(base_url=edge.url, headers={"authorization": f"Bearer {KEY}"}, timeout=30) as client:
         body = {"model": SLUG, "prompt": "x", "stream": True, "max_tokens": 100}
         with client.stream("POST", "/completions", json=body) as response:
-            next(response.iter_bytes())
+            content = response.iter_bytes()
+            assert b"data: " in next(content)
             assert far.engine.stats().running == 1
     eventually(lambda: far.engine.stats().running == 0, timeout_s=2)
 

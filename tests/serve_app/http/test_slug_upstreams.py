@@ -1,6 +1,7 @@
 """Marketplace slugs with remote endpoints: real servers that behave and misbehave, over real connections."""
 
 import json
+import os
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -554,6 +555,20 @@ def test_a_key_that_cannot_be_read_refuses_its_slug_alone_and_shows_no_key(
         with edge.http(None) as client:
             assert client.get("../readyz").json()["config_errors"] == ["marketplace"]
     finally:
+        edge.reconfigure()
+
+
+def test_a_key_file_that_hangs_holds_up_nothing_for_long(edge: RunningEdge, upstream: Upstream, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    hanging = remote("far", upstream.url, key={"file": str(pipe)})
+    edge.reconfigure(marketplace={"slugs": [{"id": SLUG, "endpoints": [hanging]}]})
+    try:
+        assert edge.service.config_error == "The key files of the marketplace were not read within 5 s."
+        assert edge.complete(max_tokens=1).status_code == 200
+    finally:
+        with pipe.open("wb"):  # the thread that reads ends
+            pass
         edge.reconfigure()
 
 

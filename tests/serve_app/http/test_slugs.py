@@ -341,6 +341,17 @@ def test_after_the_first_byte_there_is_no_fallback_but_an_error_event(edge: Runn
     assert [item["health"] for item in listed(edge)] == ["cooling", "up"]
 
 
+def test_a_whole_reply_is_tried_elsewhere_as_long_as_none_of_it_was_sent(edge: RunningEdge, sell: Sell) -> None:
+    sell(local("first"), local("second"), allow_whole=True)
+    waiting = iter([[*edge.script.encode("abc"), NonFiniteLogits("nan")]])
+    edge.script.reply = lambda request: next(waiting, [*edge.script.encode("def"), edge.script.end])
+    response = ask(edge, stream=False, max_tokens=50)
+    assert (endpoint_of(response), response.json()["choices"][0]["text"]) == ("second", "def")
+    edge.wait_until_idle()
+    record = edge.recorder.ended[-1]
+    assert (record.passed_over, record.completion_tokens) == (("first",), len(edge.script.encode("def")) + 1)
+
+
 # --- listings, and who may use what ---
 
 
