@@ -209,9 +209,13 @@ def test_an_adapter_of_the_vision_tower_is_refused_by_name(name: str, engines: V
     assert re.search(r"visual|vision_tower|vision_model", str(result.error))
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
-def test_an_adapter_of_the_embedding_leaves_images_alone(name: str, engines: VisionEngines) -> None:
-    bound = vision_adapter(name, "embedding", r".*(language_model|text_model).*embed_tokens")
+VOCABULARY = {"embedding": r".*(language_model|text_model).*embed_tokens", "head": "lm_head"}
+
+
+@pytest.mark.parametrize("matrix", VOCABULARY)
+@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
+def test_an_adapter_of_a_vocabulary_matrix_leaves_images_alone(name: str, matrix: str, engines: VisionEngines) -> None:
+    bound = vision_adapter(name, matrix, VOCABULARY[matrix])
     adapted = PeftModel.from_pretrained(
         AutoModelForImageTextToText.from_pretrained(folder(name)), bound.directory
     ).eval()
@@ -219,6 +223,16 @@ def test_an_adapter_of_the_embedding_leaves_images_alone(name: str, engines: Vis
     results = engines(name).generate(first, second)
     assert_plain(name, first, results[0], adapted.base_model.model)
     assert_plain(name, second, results[1])
+
+
+@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
+def test_an_adapter_with_a_vocabulary_matrix_of_its_own_is_refused_by_name(name: str, engines: VisionEngines) -> None:
+    place = Path(_FOLDER.name) / f"{name}-own-matrix"
+    base = AutoModelForImageTextToText.from_pretrained(folder(name))
+    save_with_peft(base, LoraConfig(r=4, target_modules=r".*v_proj", modules_to_save=["embed_tokens"]), place)
+    result = engines(name).one(replace(asking(9), adapter=adapter_at(place)))
+    assert isinstance(result.error, AdapterRefused)
+    assert "modules_to_save is not supported, got ['embed_tokens']" in str(result.error)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3-vl", "smolvlm"])
