@@ -16,6 +16,7 @@ from transformers.distributed import DistributedConfig
 from engines.attention import recurrent
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
+from engines.model.misfit import check_fit, odd_expert
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +56,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
     with_images = takes_images(hf_config, config)
     try:
         loader = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
-        model = loader.from_pretrained(folder, dtype=dtype, **options).eval()
+        model, loading = loader.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+        check_fit(config.source, folder, loading)
         if config.tensor_parallel == 1:  # else each process' part lies on its device
             model = model.to(device)
     except (OSError, ValueError, KeyError, SafetensorError) as exc:
         raise ModelRefused(f"{config.source!r} cannot be loaded: {exc}") from exc
-    model.requires_grad_(False)
+    except RuntimeError as exc:  # experts that do not fit together, too little memory
+        raise ModelRefused(f"{config.source!r} cannot be loaded: {odd_expert(folder) or exc}") from exc
+    model.eval().requires_grad_(False)
     text = model.config.get_text_config()
     return LoadedModel(model, text, device, dtype, _vocab_size(model), _context_length(text), with_images)
 
