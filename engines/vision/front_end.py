@@ -8,6 +8,7 @@ through the same language model, chunk by chunk, on the paged cache.
 
 import inspect
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class VisionFrontEnd:
         rows: list[torch.Tensor] = []
         parts: list[tuple[ImageFeatures, torch.Tensor]] = []
         for row, chunk, image in _overlaps(batch):
-            features = self._features(chunk.sequence, image)
+            features = self._features(chunk, image)
             places = features.rows + image.start
             mine = (places >= chunk.start) & (places < chunk.end)
             rows.append(places[mine] - chunk.start + row)
@@ -72,9 +73,10 @@ class VisionFrontEnd:
         if rows:
             self._step |= {"rows": torch.cat(rows), "parts": parts}
 
-    def _features(self, sequence: TokenSequence, image: PromptImage) -> ImageFeatures:
-        token_ids = sequence.token_ids[image.start : image.start + image.length]
-        return self.cache.get((image.digest, tuple(token_ids)), lambda: self._encode(token_ids, image.tensors))
+    def _features(self, chunk: Chunk, image: PromptImage) -> ImageFeatures:
+        token_ids = chunk.sequence.token_ids[image.start : image.start + image.length]
+        encode = partial(self._encode, token_ids, image.tensors)
+        return self.cache.get((image.digest, tuple(token_ids)), encode, is_first=chunk.start <= image.start)
 
     def _encode(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> ImageFeatures:
         ids = to_device([token_ids], self._device)

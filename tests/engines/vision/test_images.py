@@ -19,14 +19,13 @@ from transformers import AutoModelForImageTextToText
 from engines.config import EngineConfig
 from engines.errors import AdapterRefused, ModelRefused, RequestRefused
 from engines.model.loader import takes_images
-from engines.protocol import Adapter, GenerateRequest, PromptImage, SamplingParams
+from engines.protocol import Adapter, GenerateRequest
 from tests.support import tiny_vision
-from tests.support.engine_harness import DrivenEngine, Result, prompt_of
+from tests.support.engine_harness import DrivenEngine, Result
 from tests.support.lora_files import adapter_at, save_with_peft
-from tests.support.tiny_vision import END, IMAGE, START, TinyImage, image_for
+from tests.support.tiny_vision import IMAGE, asking, image_for
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="vision-tests-")
-TOKENS = 8
 HYBRID = frozenset({"qwen3-5"})
 
 
@@ -63,25 +62,6 @@ def engines() -> Iterator[VisionEngines]:
     started = VisionEngines()
     yield started
     started.close()
-
-
-def asking(*parts: int | TinyImage, max_tokens: int = TOKENS, **sampling: Any) -> GenerateRequest:
-    """Text of so many random tokens, and images, in their order."""
-    token_ids: list[int] = []
-    images: list[PromptImage] = []
-    for place, part in enumerate(parts):
-        if isinstance(part, int):
-            token_ids += [20 + t % 280 for t in prompt_of(part, seed=place)]
-            continue
-        token_ids.append(START)
-        digest = repr(sorted((name, array.tobytes()) for name, array in part.tensors.items()))
-        images.append(PromptImage(len(token_ids), len(part.token_ids), digest, part.host()))
-        token_ids += [*part.token_ids, END]
-    params = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, "logprobs": 0, **sampling})
-    return GenerateRequest(f"v{next(_IDS)}", tuple(token_ids), params, images=tuple(images))
-
-
-_IDS = iter(range(1_000_000))
 
 
 @torch.inference_mode()
@@ -168,6 +148,21 @@ def test_a_warm_prefix_cache_tells_images_apart(name: str, engines: VisionEngine
         cached.append(result.cached_tokens)
     whole = (82 + len(seen.token_ids) - 1) // 16 * 16  # one token at least is computed
     assert cached == [0, whole, 48], "the blocks before the image are shared, none with another image in it"
+
+
+@pytest.mark.parametrize("max_step_tokens", [5, 512])
+def test_an_image_counts_as_encoded_once_and_then_as_reused_whatever_the_chunks(
+    max_step_tokens: int, engines: VisionEngines
+) -> None:
+    engine = engines("llava", max_step_tokens=max_step_tokens, max_step_tokens_decoding=max_step_tokens)
+    before = engine.stats().counters
+    first, second = image_for("llava", 11), image_for("llava", 12)
+    engine.one(asking(3, first, 4))
+    engine.one(asking(4, second, first, second))
+    engine.one(asking(30))
+    after = engine.stats().counters
+    assert after.images_encoded - before.images_encoded == 2
+    assert after.images_reused - before.images_reused == 2
 
 
 @pytest.mark.parametrize("name", tiny_vision.CONFIGS)
