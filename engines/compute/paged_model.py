@@ -21,7 +21,7 @@ from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.tensors.batch import PROBE_TOKENS, StepBatch, build_batch
 from engines.tensors.kv_cache import LayerShape
-from engines.vision.front_end import VisionFrontEnd, language_model_of
+from engines.vision.front_end import ImageRows, VisionFrontEnd, language_path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class PagedModel:
         """
         register()
         targets = LoraTargets.of(loaded.model)
-        language_model = language_model_of(loaded.model) if loaded.takes_images else None
-        (loaded.model if language_model is None else language_model).set_attn_implementation(NAME)
+        language_path = language_path_of(loaded.model) if loaded.takes_images else None
+        loaded.model.get_submodule(language_path or "").set_attn_implementation(NAME)
         vision = None
-        if language_model is not None:
+        if language_path is not None:
             vision = VisionFrontEnd(loaded.model, loaded.device, loaded.dtype, cache_bytes=config.image_cache_bytes)
         context = AdapterContext()
         has_states = bool(split_by_sequence(loaded.model, loaded.config, context.narrowed))
@@ -105,13 +105,16 @@ class PagedModel:
             shards=self.shards,
         )
 
+    def image_rows(self, batch: StepBatch) -> ImageRows | None:
+        """As `VisionFrontEnd.prepare`; None for a text model."""
+        if self.vision is None:
+            return None
+        with self.context.without_adapters():
+            return self.vision.prepare(batch)
+
     def compute(self, batch: StepBatch, logit_rows: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
-        """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward. Encodes the images whose
-        rows are in the batch first.
-        """
-        if self.vision is not None:
-            with self.context.without_adapters():
-                self.vision.prepare(batch)
+        """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward, with images."""
+        self.image_rows(batch)
         return _run(self.loaded.model, batch, logit_rows, backend)
 
 

@@ -5,7 +5,7 @@ text, in chunks, from the prefix cache, after a preemption, with adapters.
 import inspect
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,9 +16,11 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
+from engines.compute.candidates import candidate_paths
+from engines.compute.paged_model import PagedModel
 from engines.config import EngineConfig
 from engines.errors import AdapterRefused, ModelRefused, RequestRefused
-from engines.model.loader import takes_images
+from engines.model.loader import load_model, takes_images
 from engines.protocol import Adapter, GenerateRequest
 from tests.support import tiny_vision
 from tests.support.engine_harness import DrivenEngine, Result
@@ -27,6 +29,10 @@ from tests.support.tiny_vision import IMAGE, asking, image_for
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="vision-tests-")
 HYBRID = frozenset({"qwen3-5"})
+NATIVE = ("qwen2.5-vl", "qwen3-vl", "llava", "smolvlm", "idefics3")
+"""Those whose language model the C kernels compute unless told otherwise."""
+
+BACKENDS = [*((name, "auto") for name in tiny_vision.CONFIGS), *((name, "sdpa") for name in NATIVE)]
 
 
 @cache
@@ -74,19 +80,28 @@ def assert_plain(name: str, made: GenerateRequest, result: Result, model: Any = 
     count = result.token_ids.index(IMAGE) + 1 if IMAGE in result.token_ids else len(result.token_ids)
     assert count > 1
     text = [*made.prompt_token_ids, *result.token_ids[: count - 1]]
+    rows = torch.log_softmax(plain_logits(model or plain(name), made, text), dim=-1)[len(made.prompt_token_ids) - 1 :]
+    own = rows[torch.arange(count), result.token_ids[:count]]
+    assert (rows.amax(dim=-1) - own).max() < 1e-4
+    assert [score.logprob for score in result.logprobs[:count]] == pytest.approx(own.tolist(), abs=3e-4)
+
+
+@torch.inference_mode()
+def plain_logits(model: Any, made: GenerateRequest, text: Sequence[int]) -> torch.Tensor:
+    """Of one plain forward over a text that begins with the request's prompt."""
     ids = torch.tensor([text])
-    model = model or plain(name)
     if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
     takes = inspect.signature(model.model.forward).parameters
     types = (ids == IMAGE).int()
     inputs = {kind: types for kind in ("mm_token_type_ids", "token_type_ids") if kind in takes}
-    inputs |= {"attention_mask": torch.ones_like(ids), **_tensors(made)}
-    logits = model(input_ids=ids, use_cache=False, **inputs).logits
-    rows = torch.log_softmax(logits[0].float(), dim=-1)[len(made.prompt_token_ids) - 1 :]
-    own = rows[torch.arange(count), result.token_ids[:count]]
-    assert (rows.amax(dim=-1) - own).max() < 1e-4
-    assert [score.logprob for score in result.logprobs[:count]] == pytest.approx(own.tolist(), abs=3e-4)
+    tensors = _tensors(made)
+    inputs |= {
+        "attention_mask": torch.ones_like(ids),
+        **{n: t.to(model.dtype) if t.is_floating_point() else t for n, t in tensors.items()},
+    }
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False, **inputs).logits[0]
+    return logits.float()
 
 
 def _tensors(made: GenerateRequest) -> dict[str, torch.Tensor]:
@@ -118,19 +133,26 @@ def mixed(name: str) -> list[GenerateRequest]:
 
 
 @pytest.mark.parametrize("name", tiny_vision.CONFIGS)
-def test_each_family_gives_the_tokens_of_its_plain_forward(name: str, engines: VisionEngines) -> None:
+@torch.inference_mode()
+def test_each_family_is_computed_on_its_fastest_path(name: str) -> None:
+    config = EngineConfig(source=str(folder(name)), device="cpu")
+    paths = candidate_paths(PagedModel.of(load_model(config), config), config, threads=1)
+    assert type(next(paths)).__name__ == ("NativePath" if name in NATIVE else "PlainPath")
+
+
+@pytest.mark.parametrize(("name", "attention"), BACKENDS)
+def test_each_family_gives_the_tokens_of_its_plain_forward(name: str, attention: str, engines: VisionEngines) -> None:
     requests = mixed(name)
-    engine = engines(name)
+    engine = engines(name, attention=attention)
     for made, result in zip(requests, engine.generate(*requests), strict=True):
         assert_plain(name, made, result)
     for made in mixed(name):
         assert_plain(name, made, engine.one(made))
 
 
-@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
-@pytest.mark.parametrize("max_step_tokens", [5])
-def test_the_size_of_the_chunks_changes_nothing(name: str, max_step_tokens: int, engines: VisionEngines) -> None:
-    engine = engines(name, max_step_tokens=max_step_tokens, max_step_tokens_decoding=max_step_tokens)
+@pytest.mark.parametrize(("name", "attention"), BACKENDS)
+def test_the_size_of_the_chunks_changes_nothing(name: str, attention: str, engines: VisionEngines) -> None:
+    engine = engines(name, attention=attention, max_step_tokens=5, max_step_tokens_decoding=5)
     requests = mixed(name)
     for made, result in zip(requests, engine.generate(*requests), strict=True):
         assert_plain(name, made, result)
@@ -165,6 +187,34 @@ def test_an_image_counts_as_encoded_once_and_then_as_reused_whatever_the_chunks(
     assert after.images_reused - before.images_reused == 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_with_the_kernels_bits_do_not_depend_on_company_or_chunks(
+    name: str, dtype: str, engines: VisionEngines
+) -> None:
+    settings = {"attention": "native", "dtype": dtype, "prefix_cache": False}
+    alone = [seen(engines(name, **settings).one(made)) for made in mixed(name)]
+    chunked = engines(name, **settings, max_step_tokens=19, max_step_tokens_decoding=16)
+    assert [seen(result) for result in chunked.generate(*mixed(name))] == alone
+
+
+def seen(result: Result) -> object:
+    return result.token_ids, result.logprobs, result.error
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_with_the_kernels_a_bfloat16_model_stays_near_the_plain_forward(name: str, engines: VisionEngines) -> None:
+    """As near as a text model, whatever part of the prompt is images."""
+    model = AutoModelForImageTextToText.from_pretrained(folder(name), dtype=torch.bfloat16).eval()
+    for made in mixed(name):
+        made = replace(made, sampling=replace(made.sampling, max_tokens=1, prompt_logprobs=0))
+        result = engines(name, attention="native", dtype="bfloat16").one(made)
+        expected = torch.log_softmax(plain_logits(model, made, made.prompt_token_ids), dim=-1)
+        own = expected[torch.arange(len(expected) - 1), made.prompt_token_ids[1:]]
+        found = torch.tensor([score.logprob for score in result.prompt_logprobs if score is not None])
+        assert float((found - own).abs().mean()) < 0.05
+
+
 @pytest.mark.parametrize("name", tiny_vision.CONFIGS)
 def test_preempted_requests_are_computed_again_with_their_images(name: str, engines: VisionEngines) -> None:
     engine = engines(name, context_length=96, kv_cache_bytes=tiny_vision.kv_bytes(name, 8), max_step_tokens=24)
@@ -182,15 +232,17 @@ def vision_adapter(name: str, kind: str, target_modules: str) -> Adapter:
     return adapter_at(place)
 
 
-@pytest.mark.parametrize("name", tiny_vision.CONFIGS)
-def test_an_adapter_of_the_language_model_gives_the_tokens_of_peft(name: str, engines: VisionEngines) -> None:
+@pytest.mark.parametrize(("name", "attention"), BACKENDS)
+def test_an_adapter_of_the_language_model_gives_the_tokens_of_peft(
+    name: str, attention: str, engines: VisionEngines
+) -> None:
     bound = vision_adapter(name, "language", r".*(language_model|text_model).*(q_proj|down_proj)")
     adapted = PeftModel.from_pretrained(
         AutoModelForImageTextToText.from_pretrained(folder(name)), bound.directory
     ).eval()
     with_it = [replace(made, adapter=bound) for made in mixed(name)[:3]]
     requests = [*with_it, *mixed(name)[:3]]
-    results = engines(name).generate(*requests)
+    results = engines(name, attention=attention).generate(*requests)
     for made, result in zip(requests, results, strict=True):
         assert_plain(name, made, result, adapted.base_model.model if made.adapter else None)
     assert results[1].token_ids != results[4].token_ids, "a change of nothing proves nothing"
