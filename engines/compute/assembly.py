@@ -88,7 +88,7 @@ def _first_that_works(
         if failure is not None:
             _log_given_up(failure, model, config)
             failure = None  # its traceback holds the path's memory
-        runner = ModelRunner(path, config, model.loaded.device)
+        runner = ModelRunner(path, config, model)
         try:
             if test is not None:
                 _check(test, runner, model, config)

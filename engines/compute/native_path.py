@@ -15,8 +15,7 @@ from engines.native.decoder import DeepRows, NativeDecoder
 from engines.native.library import Library
 from engines.native.structure import DecoderParts
 from engines.planning.scheduler import Chunk
-from engines.tensors.batch import PROBE_TOKENS, Carried, StepBatch
-from engines.vision.front_end import ImageRows
+from engines.tensors.batch import PROBE_TOKENS, Carried, ImageRows, StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +61,9 @@ class NativePath:
         self._model.context.set(batch)
         with RowTiles():  # an adapter of the embedding is torch's to compute
             hidden = self._model.loaded.model.get_input_embeddings()(batch.token_ids[None])[0]
-        images = self._model.image_rows(batch)
+        images, deep = batch.images, None
         if images is None:
-            rotation, deep = self._rotation.at(batch.positions), None
+            rotation = self._rotation.at(batch.positions)
         else:
             rotation = self._rotation.at(batch.positions if images.positions is None else images.positions)
             hidden, deep = images.merged(hidden), _deep_rows(images, hidden.shape[0])

@@ -1,7 +1,7 @@
 """A transformers model on the paged KV cache, and what a run on a few tokens showed about it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -21,7 +21,7 @@ from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, SamplingParams
 from engines.tensors.batch import PROBE_TOKENS, StepBatch, build_batch
 from engines.tensors.kv_cache import LayerShape
-from engines.vision.front_end import ImageRows, VisionFrontEnd, language_path_of
+from engines.vision.front_end import VisionFrontEnd, language_path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +105,17 @@ class PagedModel:
             shards=self.shards,
         )
 
-    def image_rows(self, batch: StepBatch) -> ImageRows | None:
-        """As `VisionFrontEnd.prepare`; None for a text model."""
+    def with_images(self, batch: StepBatch) -> StepBatch:
+        """The batch with its images, encoded by the base model. Raises whatever the tower raises."""
         if self.vision is None:
-            return None
+            return batch
         with self.context.without_adapters():
-            return self.vision.prepare(batch)
+            return replace(batch, images=self.vision.rows_of(batch))
 
     def compute(self, batch: StepBatch, logit_rows: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward, with images."""
-        self.image_rows(batch)
+        if self.vision is not None:
+            self.vision.use(batch.images)
         return _run(self.loaded.model, batch, logit_rows, backend)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from engines.compute.paged_model import probe_chunk
+from engines.compute.paged_model import PagedModel, probe_chunk
 from engines.compute.path import ComputePath
 from engines.config import EngineConfig
 from engines.lora.apply import AdapterModules
@@ -23,11 +23,12 @@ class ModelRunner:
 
     repeatable = True
 
-    def __init__(self, path: ComputePath, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, path: ComputePath, config: EngineConfig, model: PagedModel) -> None:
         self._path = path
         self._block_size = config.block_size
         self._overlap = config.overlap
-        self._device = device
+        self._model = model
+        self._device = model.loaded.device
 
     @property
     def adapters(self) -> AdapterModules | NativeAdapters:
@@ -73,7 +74,8 @@ class ModelRunner:
         return _by_request(batch, self._path.forward(batch))
 
     def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
-        return build_batch(chunks, self._block_size, self._device, row_multiple=self._path.row_multiple)
+        batch = build_batch(chunks, self._block_size, self._device, row_multiple=self._path.row_multiple)
+        return self._model.with_images(batch)
 
 
 def _by_request(batch: StepBatch, logits: torch.Tensor) -> dict[str, torch.Tensor]:

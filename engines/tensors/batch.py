@@ -15,6 +15,27 @@ PROBE_TOKENS = 3
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """What images put into a step of T rows.
+
+    - `rows` [n]: rows, in rising order, that get `embeds` [n, hidden] in place of their embeddings.
+    - `deepstack`: one [n, hidden] for each of the first layers, added to the layer's output in these rows.
+    - `positions` [axes, T]: of all rows. None if one axis is enough: these are the batch's own.
+    """
+
+    rows: torch.Tensor
+    embeds: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...]
+    positions: torch.Tensor | None
+
+    def merged(self, embeds: torch.Tensor) -> torch.Tensor:
+        """The embeddings [T, hidden] with those of the images in their rows."""
+        if not self.rows.shape[0]:
+            return embeds
+        return embeds.index_copy(0, self.rows, self.embeds.to(embeds.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """`token_ids`, `positions`, `kv_slots` (block * block_size + offset) [T] int64. Decode rows come first, padding
     rows last.
@@ -23,6 +44,7 @@ class StepBatch:
       from another sequence.
     - `logit_rows` [R] int64: the rows whose logits are wanted.
     - `slots` [T] int32: adapter slot of each row, -1 for none. None when no row has one.
+    - `images`: None for a batch without images.
     """
 
     chunks: tuple[Chunk, ...]
@@ -32,6 +54,7 @@ class StepBatch:
     fresh_blocks: torch.Tensor | None
     logit_rows: torch.Tensor
     slots: torch.Tensor | None
+    images: ImageRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

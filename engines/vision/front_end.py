@@ -8,7 +8,6 @@ through the same language model, chunk by chunk, on the paged cache.
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from engines.errors import ModelRefused
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import TokenSequence
 from engines.protocol import BFLOAT16, HostTensor, PromptImage
-from engines.tensors.batch import StepBatch
+from engines.tensors.batch import ImageRows, StepBatch
 from engines.tensors.transfer import to_device
 from engines.vision.features import FeatureCache, ImageFeatures
 
@@ -30,27 +29,6 @@ def language_path_of(model: Any) -> str | None:
     """Where the language model is in a vision model; None in a text model."""
     inner = getattr(model, "model", None)
     return next((f"model.{name}" for name in _LANGUAGE_MODELS if getattr(inner, name, None) is not None), None)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageRows:
-    """What images put into a step of T rows.
-
-    - `rows` [n]: rows, in rising order, that get `embeds` [n, hidden] in place of their embeddings.
-    - `deepstack`: one [n, hidden] for each of the first layers, added to the layer's output in these rows.
-    - `positions` [axes, T]: of all rows. None if one axis is enough: these are the batch's own.
-    """
-
-    rows: torch.Tensor
-    embeds: torch.Tensor
-    deepstack: tuple[torch.Tensor, ...]
-    positions: torch.Tensor | None
-
-    def merged(self, embeds: torch.Tensor) -> torch.Tensor:
-        """The embeddings [T, hidden] with those of the images in their rows."""
-        if not self.rows.shape[0]:
-            return embeds
-        return embeds.index_copy(0, self.rows, self.embeds.to(embeds.dtype))
 
 
 class VisionFrontEnd:
@@ -76,16 +54,16 @@ class VisionFrontEnd:
         self._step: ImageRows | None = None
         model.get_submodule(path).register_forward_pre_hook(self._before_language_model, with_kwargs=True)
 
-    def prepare(self, batch: StepBatch) -> ImageRows | None:
-        """Encode the images whose rows are in the batch, unless they are cached. The next forward uses the result.
-        None for a batch without images. Raises whatever the tower raises.
-        """
-        self._step = None
-        if any(chunk.sequence.request.images for chunk in batch.chunks):
-            self._step = self._image_rows(batch)
-        return self._step
+    def use(self, images: ImageRows | None) -> None:
+        """For the next forward of the model."""
+        self._step = images
 
-    def _image_rows(self, batch: StepBatch) -> ImageRows:
+    def rows_of(self, batch: StepBatch) -> ImageRows | None:
+        """Encodes the images whose rows are in the batch, unless they are cached. None for a batch without images.
+        Raises whatever the tower raises.
+        """
+        if not any(chunk.sequence.request.images for chunk in batch.chunks):
+            return None
         rows = [torch.empty(0, dtype=torch.int64, device=self._device)]
         parts: list[tuple[ImageFeatures, torch.Tensor]] = []
         for row, chunk, image in _overlaps(batch):

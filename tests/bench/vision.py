@@ -81,8 +81,8 @@ def chunk_of(tokens: int, first_block: int, start: int, seed: int) -> Chunk:
 def runner_on(attention: str, source: Path, threads: int) -> ModelRunner:
     config = EngineConfig(str(source), attention=attention, threads=threads)
     loaded = load_model(config)
-    path = next(candidate_paths(PagedModel.of(loaded, config), config, threads=threads))
-    runner = ModelRunner(path, config, loaded.device)
+    model = PagedModel.of(loaded, config)
+    runner = ModelRunner(next(candidate_paths(model, config, threads=threads)), config, model)
     runner.allocate(max(BATCHES) * (PROMPT // BLOCK + 1) + 1)
     return runner
 

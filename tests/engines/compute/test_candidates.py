@@ -58,7 +58,7 @@ def test_paths_are_tried_from_the_fastest_on(name: str, settings: dict[str, Any]
     for path in paths:
         tried.append(type(path).__name__)
         # Complete as it is: the trash block is there before anything is allocated.
-        ModelRunner(path, config, model.loaded.device).check_health()
+        ModelRunner(path, config, model).check_health()
     assert tried == expected
 
 
