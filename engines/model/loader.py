@@ -1,5 +1,6 @@
 """A model from a folder, a hub id or a GGUF file, checked for what this engine can compute exactly."""
 
+import inspect
 import json
 import logging
 from dataclasses import dataclass
@@ -72,17 +73,29 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def takes_images(hf_config: Any, config: EngineConfig) -> bool:
-    """Whether the model is served with its vision tower. Exact and tensor-parallel engines serve its text alone. Raises
+    """Whether the model is served with its vision tower. An exact engine serves the text alone of a model whose image
+    tokens attend to each other in both directions. So does a tensor-parallel engine of any vision model. Raises
     `ModelRefused` where transformers has no class for the text of such a model alone.
     """
     if getattr(hf_config, "vision_config", None) is None:
         return False
-    if not config.exact and config.tensor_parallel == 1:
+    if config.tensor_parallel > 1:
+        what = "tensor_parallel"
+    elif config.exact and _has_whole_images(hf_config):
+        what = "exact"
+    else:
         return True
     if type(hf_config) not in AutoModelForCausalLM._model_mapping:
-        what = "exact" if config.exact else "tensor_parallel"
         raise ModelRefused(f"{what} is not possible for {hf_config.model_type}: it is a vision model.")
     return False
+
+
+def _has_whole_images(hf_config: Any) -> bool:
+    """Whether an image's tokens attend to each other in both directions: see `VisionFrontEnd.whole_images`."""
+    if type(hf_config) not in AutoModelForImageTextToText._model_mapping:
+        return False
+    model_class = AutoModelForImageTextToText._model_mapping[type(hf_config)]
+    return "token_type_ids" in inspect.signature(model_class.forward).parameters
 
 
 def check_source(config: EngineConfig) -> None:

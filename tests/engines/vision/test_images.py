@@ -291,13 +291,44 @@ def test_one_digest_with_other_tokens_is_encoded_again(name: str, engines: Visio
         assert_plain(name, request, engines(name).one(request))
 
 
-@pytest.mark.parametrize("settings", [{"exact": True}, {"tensor_parallel": 2}])
-def test_exact_and_split_engines_serve_the_text_of_a_vision_model_or_nothing(settings: dict[str, Any]) -> None:
+EXACT = [(name, attention) for name, attention in BACKENDS if name not in HYBRID | {"gemma3"}]
+
+
+@pytest.mark.parametrize(("name", "attention"), EXACT)
+def test_in_exact_mode_the_bits_are_those_of_the_request_alone(
+    name: str, attention: str, engines: VisionEngines
+) -> None:
+    """In small chunks, with features that are computed again each time, with adapters beside it."""
+    settings = {"attention": attention, "exact": True}
+    bound = vision_adapter(name, "language", r".*(language_model|text_model).*(q_proj|down_proj)")
+    made = lambda: [*mixed(name), *(replace(one, adapter=bound) for one in mixed(name)[:3])]  # noqa: E731
+    calm = engines(name, **settings, prefix_cache=False)
+    alone = [seen(calm.one(one)) for one in made()]
+    hard = engines(name, **settings, max_step_tokens=19, max_step_tokens_decoding=16, image_cache_bytes=1)
+    assert [seen(result) for result in hard.generate(*made())] == alone
+    assert [seen(result) for result in hard.generate(*made())] == alone, "from the prefix cache"
+
+
+@pytest.mark.parametrize(("name", "attention"), EXACT)
+def test_in_exact_mode_tokens_are_those_of_the_plain_forward(name: str, attention: str, engines: VisionEngines) -> None:
+    requests = mixed(name)
+    results = engines(name, attention=attention, exact=True, prefix_cache=False).generate(*requests)
+    for made, result in zip(requests, results, strict=True):
+        assert_plain(name, made, result)
+
+
+def test_exact_and_split_engines_serve_the_text_of_some_vision_models_or_nothing() -> None:
     """The class of Gemma 3's text is the class of its images too, so the class does not tell which is meant."""
-    config = EngineConfig(source=str(folder("gemma3")), device="cpu", **settings)
-    assert takes_images(tiny_vision.CONFIGS["gemma3"](), config) is False
-    with pytest.raises(ModelRefused, match="is not possible for qwen3_vl: it is a vision model"):
-        takes_images(tiny_vision.CONFIGS["qwen3-vl"](), config)
+    exact, split = {"exact": True, "device": "cpu"}, {"tensor_parallel": 2, "device": "cpu"}
+    for name, settings, expected in (
+        ("gemma3", exact, False),
+        ("qwen3-vl", exact, True),
+        ("gemma3", split, False),
+    ):
+        config = EngineConfig(source=str(folder(name)), **settings)
+        assert takes_images(tiny_vision.CONFIGS[name](), config) is expected
+    with pytest.raises(ModelRefused, match="tensor_parallel is not possible for qwen3_vl: it is a vision model"):
+        takes_images(tiny_vision.CONFIGS["qwen3-vl"](), EngineConfig(source=str(folder("qwen3-vl")), **split))
 
 
 def test_an_engine_that_serves_the_text_alone_refuses_images() -> None:
