@@ -18,7 +18,7 @@ from engines.lora.shards import Shards
 from engines.model.loader import LoadedModel
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, SamplingParams
+from engines.protocol import GenerateRequest, HostTensor, SamplingParams
 from engines.tensors.batch import PROBE_TOKENS, StepBatch, build_batch
 from engines.tensors.kv_cache import LayerShape
 from engines.vision.front_end import VisionFrontEnd, language_path_of
@@ -111,6 +111,12 @@ class PagedModel:
             return batch
         with self.context.without_adapters():
             return replace(batch, images=self.vision.rows_of(batch))
+
+    def encode_with(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> None:
+        """This process' part in the encoding of another process' image."""
+        assert self.vision is not None
+        with self.context.without_adapters():
+            self.vision.encode(token_ids, tensors)
 
     def compute(self, batch: StepBatch, logit_rows: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward, with images."""

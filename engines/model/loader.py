@@ -74,19 +74,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 def takes_images(hf_config: Any, config: EngineConfig) -> bool:
     """Whether the model is served with its vision tower. An exact engine serves the text alone of a model whose image
-    tokens attend to each other in both directions. So does a tensor-parallel engine of any vision model. Raises
-    `ModelRefused` where transformers has no class for the text of such a model alone.
+    tokens attend to each other in both directions. Raises `ModelRefused` where transformers has no class for that.
     """
     if getattr(hf_config, "vision_config", None) is None:
         return False
-    if config.tensor_parallel > 1:
-        what = "tensor_parallel"
-    elif config.exact and _has_whole_images(hf_config):
-        what = "exact"
-    else:
+    if not (config.exact and _has_whole_images(hf_config)):
         return True
     if type(hf_config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelRefused(f"{what} is not possible for {hf_config.model_type}: it is a vision model.")
+        raise ModelRefused(f"exact is not possible for {hf_config.model_type}: it is a vision model.")
     return False
 
 

@@ -1,7 +1,8 @@
 """One forward pass over a ragged batch: tokens of many sequences, flattened into one row of `T` tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -27,6 +28,13 @@ class ImageRows:
     embeds: torch.Tensor
     deepstack: tuple[torch.Tensor, ...]
     positions: torch.Tensor | None
+
+    def to(self, device: torch.device) -> Self:
+        positions = None if self.positions is None else self.positions.to(device)
+        deepstack = tuple(layer.to(device) for layer in self.deepstack)
+        return replace(
+            self, rows=self.rows.to(device), embeds=self.embeds.to(device), deepstack=deepstack, positions=positions
+        )
 
     def merged(self, embeds: torch.Tensor) -> torch.Tensor:
         """The embeddings [T, hidden] with those of the images in their rows."""

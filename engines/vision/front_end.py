@@ -7,7 +7,7 @@ through the same language model, chunk by chunk, on the paged cache.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,14 @@ def language_path_of(model: Any) -> str | None:
     return next((f"model.{name}" for name in _LANGUAGE_MODELS if getattr(inner, name, None) is not None), None)
 
 
+Announce = Callable[[list[int], Mapping[str, HostTensor]], None]
+"""Takes an image's tokens and tensors."""
+
+
 class VisionFrontEnd:
     """Owns the hook in front of the language model. Used by one thread at a time.
+
+    `announce`: called before an image is encoded. Where the embedding is split, all processes must encode it.
 
     `whole_images`: the tokens of an image attend to each other in both directions (Gemma 3). The token types tell the
     model which tokens these are.
@@ -50,6 +56,7 @@ class VisionFrontEnd:
         self.whole_images = "token_type_ids" in self._takes
         self._has_rope_index = hasattr(self._inner, "get_rope_index")
         self.cache = FeatureCache(cache_bytes)
+        self.announce: Announce = _to_nobody
         self._is_recording = False
         self._step: ImageRows | None = None
         model.get_submodule(path).register_forward_pre_hook(self._before_language_model, with_kwargs=True)
@@ -87,10 +94,12 @@ class VisionFrontEnd:
 
     def _features(self, chunk: Chunk, image: PromptImage) -> ImageFeatures:
         token_ids = chunk.sequence.token_ids[image.start : image.start + image.length]
-        encode = partial(self._encode, token_ids, image.tensors)
+        encode = partial(self.encode, token_ids, image.tensors)
         return self.cache.get((image.digest, tuple(token_ids)), encode, is_first=chunk.start <= image.start)
 
-    def _encode(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> ImageFeatures:
+    def encode(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> ImageFeatures:
+        """Raises whatever the tower raises."""
+        self.announce(token_ids, tensors)
         ids = to_device([token_ids], self._device)
         is_feature = ids[0] == self._feature_id
         inputs = {name: self._tensor(tensor) for name, tensor in tensors.items() if name in self._takes}
@@ -193,6 +202,10 @@ def _changes(step: ImageRows, embeds: torch.Tensor) -> dict[str, Any]:
         is_visual[0, step.rows] = True
         changes |= {"visual_pos_masks": is_visual, "deepstack_visual_embeds": list(step.deepstack)}
     return changes
+
+
+def _to_nobody(token_ids: list[int], tensors: Mapping[str, HostTensor]) -> None:
+    """One process has all of the model."""
 
 
 class _Recorded(Exception):
