@@ -1,6 +1,8 @@
 """`python -m serve_app check` finds what a start would find, without starting anything."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +231,24 @@ def test_a_model_without_an_engine_needs_no_weights(files):
     (files.model / "model.safetensors").unlink()
     files.args.update(engine="fake", source="nowhere")
     assert files.check() == 0
+
+
+def test_up_checks_in_another_process_and_keeps_nothing_of_what_that_imported(files: Files) -> None:
+    files.path.write_text(yaml.safe_dump(files.raw))
+    program = f"""
+import sys
+from pathlib import Path
+from serve_app.cli.check import check_in_child
+print(check_in_child(Path({str(files.path)!r})).model_ids)
+print({{"torch", "transformers", "ray", "numpy"}} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == f"{[MODEL]}\nset()\n"
+
+
+def test_up_refuses_in_the_words_of_check(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    files.user_config["checkpoints"]["roots"] = ["/nowhere", "/nor/here"]
+    said = complaints(files, capsys)
+    assert len(said) == 2
+    assert main(["up", "--config", str(files.path)]) == 2
+    assert capsys.readouterr().err.splitlines() == said
