@@ -15,7 +15,7 @@ from engines.compute.path import ComputePath
 from engines.compute.plain_path import PlainPath
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
-from engines.model.packed_linear import pack_linears
+from engines.model.packed_linear import copy_weights, pack_linears
 from engines.native.build import BuildFailed, library_path
 from engines.native.library import Library
 from engines.native.structure import Unsupported, read_structure
@@ -102,3 +102,4 @@ def _pack(model: PagedModel, config: EngineConfig) -> None:
     """Replace the linear layers that torch computes on a CPU by faster ones."""
     if model.loaded.device.type == "cpu" and model.shards is None:
         logger.info("%d linear layers packed for the CPU", pack_linears(model.loaded.model, tiled=config.exact))
+        copy_weights(model.loaded.model)
