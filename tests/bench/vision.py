@@ -1,9 +1,9 @@
 """What the C kernels buy a vision model: the forward pass alone, on torch and on the kernels.
 
-    python tests/bench/vision.py [--threads 2] [--rounds 5]
+    python tests/bench/vision.py [--threads 2] [--rounds 3]
 
 The model has the shape of SmolVLM-256M, with random weights in bfloat16: 30 layers of 576, and a tower of 12 layers of
-768 over tiles of 512 x 512 pixels, 64 tokens each. The prompt has 512 tokens, 256 of them an image's four tiles. Both
+768 over tiles of 512 x 512 pixels, 64 tokens each. The prompt has 256 tokens, 128 of them an image's two tiles. Both
 paths are measured in turn, round after round; the table shows medians in tokens per second, and of the ratios.
 """
 
@@ -28,8 +28,8 @@ from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.protocol import GenerateRequest, HostTensor, PromptImage, SamplingParams
 
 BATCHES = (1, 8, 32)
-PROMPT = 512
-TILES, TILE_TOKENS, TILE_PIXELS = 4, 64, 512
+PROMPT = 256
+TILES, TILE_TOKENS, TILE_PIXELS = 2, 64, 512
 BLOCK = 16
 IMAGE = 49190
 PATHS = {"torch": "sdpa", "C kernels": "native"}
@@ -90,7 +90,7 @@ def runner_on(attention: str, source: Path, threads: int) -> ModelRunner:
 def rate(runner: ModelRunner, make: Callable[[], list[Chunk]]) -> float:
     """Tokens per second, the best of a few forwards in a row: what neighbours take away comes in stretches."""
     best = 0.0
-    for _ in range(3):
+    for _ in range(2):
         chunks = make()
         started = time.perf_counter()
         runner.forward(chunks)
@@ -112,7 +112,7 @@ def loads() -> dict[str, Callable[[], list[Chunk]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rates: dict[tuple[str, str], list[float]] = {}
