@@ -85,7 +85,7 @@ class _Generation:
 
 @dataclass(slots=True)
 class _Counters:
-    """The `EngineCounters` of this engine: it never preempts and refuses no adapter."""
+    """The `EngineCounters` of this engine: it never preempts, refuses no adapter and takes no images."""
 
     requests: int = 0
     finished: int = 0

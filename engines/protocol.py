@@ -158,7 +158,8 @@ class EngineCounters:
     A request that the engine has taken ends as `finished`, `aborted` or `failed_requests`. One that loses its place in
     a full queue has failed: its caller did not give it up. `prompt_tokens` and `cached_tokens` count a request once,
     when its prompt is computed. `prefill_tokens` and `decode_tokens` count computed tokens, including those of a
-    preempted request again.
+    preempted request again. `images_encoded` counts runs of the vision tower. `images_reused` counts an image when its
+    first token is computed with features that were kept from an earlier run.
     """
 
     requests: int = 0
@@ -177,6 +178,8 @@ class EngineCounters:
     adapter_load_seconds: float = 0.0
     adapter_evictions: int = 0
     adapter_refusals: int = 0
+    images_encoded: int = 0
+    images_reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from engines.planning.scheduler import Scheduler
 from engines.planning.sequence import TokenSequence
 from engines.protocol import Adapter, EngineCounters, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink
 from engines.switching import switch_soon
+from engines.vision.features import ImageCounters
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class _Parts:
     adapters: AdapterCache[Any]
     pool: BlockPool
     facts: ModelFacts
+    images: ImageCounters
     threads: int
     group: TensorGroup | None
 
@@ -194,6 +196,7 @@ class _Parts:
             adapter_load_seconds=adapters.load_seconds,
             adapter_evictions=adapters.evictions,
             adapter_refusals=adapters.refusals,
+            **asdict(self.images),
         )
 
 
@@ -251,8 +254,8 @@ def _put_together(
     pace = PrefillPace(config.max_step_tokens_decoding, config.prefill_ratio)
     loops.append(EngineLoop(runner, scheduler, adapters, emit, on_end, pace))
     capacity = (model.num_blocks - 1) * config.block_size
-    facts = ModelFacts(model.vocab_size, model.context_length, capacity, model.takes_images)
-    return _Parts(loops[0], adapters, pool, facts, model.threads, group)
+    facts = ModelFacts(model.vocab_size, model.context_length, capacity, model.images is not None)
+    return _Parts(loops[0], adapters, pool, facts, model.images or ImageCounters(), model.threads, group)
 
 
 def _do_nothing(loop: EngineLoop) -> None:

@@ -33,6 +33,13 @@ _ROUTING_STATS_PERIOD_S = 1.0
 # Serve must not turn requests away before the engine does: it counts those that are being routed, not those that run.
 _QUEUED_PER_CAPACITY = 4
 _UNBOUNDED = 1_000_000
+# Ray does not set the first variable for actors without devices, so they would see all of them. The last one silences
+# what transformers says about torch that is missing: see `without_torch`.
+_WITHOUT_TORCH = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
 
 
 class Gate:
@@ -57,7 +64,7 @@ def api(args: dict[str, object]) -> Application:
         "max_queued_requests": parsed.max_ongoing_requests,
         "ray_actor_options": {
             "num_cpus": parsed.cpus_per_replica,
-            "runtime_env": _environment(CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false"),
+            "runtime_env": _environment(**_WITHOUT_TORCH),
         },
         **_lifecycle(parsed.graceful_shutdown_timeout_s, check_period_s=_INGRESS_HEALTH_CHECK_PERIOD_S),
     }
@@ -103,8 +110,7 @@ def images(args: dict[str, object]) -> Application:
         max_queued_requests=_QUEUED_PER_CAPACITY * parsed.max_ongoing_requests,
         ray_actor_options={
             "num_cpus": parsed.cpus_per_replica,
-            # Ray does not set the first variable for actors without devices, so they would see all of them.
-            "runtime_env": _environment(CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
+            "runtime_env": _environment(**_WITHOUT_TORCH, OMP_NUM_THREADS="1"),
         },
         **_scaling(parsed.replicas, parsed.replicas.target),
         **_lifecycle(parsed.graceful_shutdown_timeout_s),

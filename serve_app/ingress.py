@@ -20,6 +20,7 @@ from serve_app.replicas.channel.listener import Listener
 from serve_app.replicas.over_ray import RayReplicas, read_statuses
 from serve_app.replicas.readiness import ReadinessWatch
 from serve_app.replicas.reports import REPLICA_REPORTS
+from serve_app.without_torch import do_without_torch
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Ingress:
     """
 
     def __init__(self, args: ApiArgs) -> None:
+        do_without_torch()
         join_serve_logs()
         self._args = args
         self._watch = ReadinessWatch(REPLICA_REPORTS, read_statuses)

@@ -261,6 +261,8 @@ ENGINE_COUNTERS: Mapping[str, str] = {
     "adapter_load_seconds": "Time to load adapters, from the start of a read to the step that takes the adapter in.",
     "adapter_evictions": "Adapters that were evicted from their slot by another adapter.",
     "adapter_refusals": "Adapters that were refused because the model cannot apply them.",
+    "images_encoded": "Images that the vision tower encoded.",
+    "images_reused": "Images whose features were kept from an earlier request.",
 }
 """The fields of `engines.protocol.EngineCounters`, with descriptions."""
 

@@ -19,6 +19,7 @@ from engines.lora.format.targets import LoraTargets
 from engines.lora.shards import Shards
 from engines.model.loader import check_context_length, load_model
 from engines.tensors.kv_cache import blocks_for, free_memory
+from engines.vision.features import ImageCounters
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +27,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class AssembledModel:
     """A model that is ready to compute. `targets`: what adapters may change. `has_states`, `whole_images`: see
-    `PagedModel`. `num_blocks`: of the KV cache, the trash block included. `threads`: for torch, on the thread that
-    computes.
+    `PagedModel`. `images`: counted as they are computed; None if the model takes none. `num_blocks`: of the KV cache,
+    the trash block included. `threads`: for torch, on the thread that computes.
     """
 
     runner: ModelRunner
     targets: LoraTargets
     has_states: bool
-    takes_images: bool
+    images: ImageCounters | None
     whole_images: bool
     vocab_size: int
     context_length: int
@@ -66,7 +67,7 @@ def assemble_model(config: EngineConfig, candidates: Candidates = candidate_path
         runner=runner,
         targets=model.targets,
         has_states=model.has_states,
-        takes_images=model.vision is not None,
+        images=None if model.vision is None else model.vision.cache.counters,
         whole_images=model.whole_images,
         vocab_size=loaded.vocab_size,
         context_length=context_length,
@@ -87,7 +88,7 @@ def _first_that_works(
         if failure is not None:
             _log_given_up(failure, model, config)
             failure = None  # its traceback holds the path's memory
-        runner = ModelRunner(path, config, model.loaded.device)
+        runner = ModelRunner(path, config, model)
         try:
             if test is not None:
                 _check(test, runner, model, config)

@@ -15,7 +15,7 @@ from engines.compute.path import ComputePath
 from engines.compute.plain_path import PlainPath
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
-from engines.model.packed_linear import pack_linears
+from engines.model.packed_linear import copy_weights, pack_linears
 from engines.native.build import BuildFailed, library_path
 from engines.native.library import Library
 from engines.native.structure import Unsupported, read_structure
@@ -46,13 +46,17 @@ def candidate_paths(model: PagedModel, config: EngineConfig, *, threads: int) ->
 
 
 def _whole_image_path(model: PagedModel, config: EngineConfig) -> PlainPath:
-    """The only backend in which the tokens of an image attend to each other in both directions."""
+    """The only backend in which the tokens of an image attend to each other in both directions. Of the models that have
+    such images (Gemma 3), the C kernels compute no other layer either.
+    """
     if config.attention not in ("auto", "sdpa"):
         raise ModelRefused(
             f"attention must be 'auto' or 'sdpa' for {model.loaded.config.model_type}, not {config.attention!r}: the "
             "tokens of an image attend to each other in both directions."
         )
-    return PlainPath(model, config.block_size, partial(SdpaBackend, whole_images=True))
+    path = PlainPath(model, config.block_size, partial(SdpaBackend, whole_images=True))
+    _pack(model, config)
+    return path
 
 
 def _wants_triton(config: EngineConfig, device: torch.device) -> bool:
@@ -75,8 +79,6 @@ def _triton_paths(model: PagedModel, config: EngineConfig) -> Iterator[ComputePa
 def _native_path(model: PagedModel, config: EngineConfig, threads: int) -> NativePath | None:
     """None when the C kernels cannot compute the model; the reason is logged."""
     try:
-        if model.vision is not None:
-            raise Unsupported("the model has a vision tower")
         parts = read_structure(model.loaded, dict(model.attention))
         library = Library(library_path(Path(config.kernel_cache).expanduser()))
     except (Unsupported, BuildFailed, OSError) as exc:
@@ -85,11 +87,19 @@ def _native_path(model: PagedModel, config: EngineConfig, threads: int) -> Nativ
         level = logging.INFO if isinstance(exc, Unsupported) else logging.WARNING
         logger.log(level, "computing with torch alone, not with the C kernels: %s", exc)
         return None
-    return NativePath(model, parts, library, config, threads=threads)
+    path = NativePath(model, parts, library, config, threads=threads)
+    _pack(model, config)  # what the kernels left: a vision tower
+    return path
 
 
 def _torch_path(model: PagedModel, config: EngineConfig) -> PlainPath | ExactPath:
     path = ExactPath(model, config.block_size) if config.exact else PlainPath(model, config.block_size)
+    _pack(model, config)
+    return path
+
+
+def _pack(model: PagedModel, config: EngineConfig) -> None:
+    """Replace the linear layers that torch computes on a CPU by faster ones."""
     if model.loaded.device.type == "cpu" and model.shards is None:
         logger.info("%d linear layers packed for the CPU", pack_linears(model.loaded.model, tiled=config.exact))
-    return path
+        copy_weights(model.loaded.model)

@@ -1,7 +1,7 @@
 """A transformers model on the paged KV cache, and what a run on a few tokens showed about it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -18,10 +18,10 @@ from engines.lora.shards import Shards
 from engines.model.loader import LoadedModel
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, SamplingParams
+from engines.protocol import GenerateRequest, HostTensor, SamplingParams
 from engines.tensors.batch import PROBE_TOKENS, StepBatch, build_batch
 from engines.tensors.kv_cache import LayerShape
-from engines.vision.front_end import VisionFrontEnd, language_model_of
+from engines.vision.front_end import VisionFrontEnd, language_path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class PagedModel:
         """
         register()
         targets = LoraTargets.of(loaded.model)
-        language_model = language_model_of(loaded.model) if loaded.takes_images else None
-        (loaded.model if language_model is None else language_model).set_attn_implementation(NAME)
+        language_path = language_path_of(loaded.model) if loaded.takes_images else None
+        loaded.model.get_submodule(language_path or "").set_attn_implementation(NAME)
         vision = None
-        if language_model is not None:
+        if language_path is not None:
             vision = VisionFrontEnd(loaded.model, loaded.device, loaded.dtype, cache_bytes=config.image_cache_bytes)
         context = AdapterContext()
         has_states = bool(split_by_sequence(loaded.model, loaded.config, context.narrowed))
@@ -105,13 +105,23 @@ class PagedModel:
             shards=self.shards,
         )
 
+    def with_images(self, batch: StepBatch) -> StepBatch:
+        """The batch with its images, encoded by the base model. Raises whatever the tower raises."""
+        if self.vision is None:
+            return batch
+        with self.context.without_adapters():
+            return replace(batch, images=self.vision.rows_of(batch))
+
+    def encode_with(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> None:
+        """This process' part in the encoding of another process' image."""
+        assert self.vision is not None
+        with self.context.without_adapters():
+            self.vision.encode(token_ids, tensors)
+
     def compute(self, batch: StepBatch, logit_rows: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
-        """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward. Encodes the images whose
-        rows are in the batch first.
-        """
+        """Logits of these rows [R, vocab] in the model's dtype, by transformers' own forward, with images."""
         if self.vision is not None:
-            with self.context.without_adapters():
-                self.vision.prepare(batch)
+            self.vision.use(batch.images)
         return _run(self.loaded.model, batch, logit_rows, backend)
 
 

@@ -5,29 +5,30 @@ from dataclasses import replace
 
 import torch
 
-from engines.compute.paged_model import probe_chunk
+from engines.compute.paged_model import PagedModel, probe_chunk
 from engines.compute.path import ComputePath
 from engines.config import EngineConfig
 from engines.lora.apply import AdapterModules
 from engines.native.adapters import NativeAdapters
 from engines.planning.block_pool import TRASH_BLOCK
 from engines.planning.scheduler import Chunk
-from engines.tensors.batch import Carried, StepBatch, build_batch
+from engines.tensors.batch import Carried, ImageRows, StepBatch, build_batch
 
 
 class ModelRunner:
-    """Implements `loop.Runner` over any path. Used by one thread at a time.
+    """Implements `loop.Runner` over any path of a `model`. Used by one thread at a time.
 
     Running a chunk again writes the same K and V to the same places, so a forward may be repeated.
     """
 
     repeatable = True
 
-    def __init__(self, path: ComputePath, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, path: ComputePath, config: EngineConfig, model: PagedModel) -> None:
         self._path = path
         self._block_size = config.block_size
         self._overlap = config.overlap
-        self._device = device
+        self.model = model
+        self._device = model.loaded.device
 
     @property
     def adapters(self) -> AdapterModules | NativeAdapters:
@@ -49,8 +50,19 @@ class ModelRunner:
             decoded = self._path.decode(chunks)
             if decoded is not None:
                 return decoded
-        batch = self._batch(chunks)
-        return batch, self._path.forward(batch)
+        batch = self.lay_out(chunks)
+        return batch, self.run(batch)
+
+    def lay_out(self, chunks: Sequence[Chunk], images: ImageRows | None = None) -> StepBatch:
+        """The chunks as one batch, with their images, which are encoded here. `images`: those that another process
+        has encoded.
+        """
+        batch = build_batch(chunks, self._block_size, self._device, row_multiple=self._path.row_multiple)
+        return replace(batch, images=images.to(self._device)) if images else self.model.with_images(batch)
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Logits [wanted rows, vocab] in the path's dtype. They are valid until the next call."""
+        return self._path.forward(batch)
 
     def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> tuple[StepBatch, torch.Tensor] | None:
         """See `loop.Runner`: by the recorded decode steps."""
@@ -67,13 +79,10 @@ class ModelRunner:
         decoded = self._path.decode(chunks)
         if decoded is not None:
             return _by_request(*decoded)
-        batch = self._batch(chunks)
+        batch = self.lay_out(chunks)
         ends = torch.tensor([chunk.length for chunk in batch.chunks], device=self._device).cumsum(0) - 1
         batch = replace(batch, logit_rows=ends)
-        return _by_request(batch, self._path.forward(batch))
-
-    def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
-        return build_batch(chunks, self._block_size, self._device, row_multiple=self._path.row_multiple)
+        return _by_request(batch, self.run(batch))
 
 
 def _by_request(batch: StepBatch, logits: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Finds which of a model's targets can be adapted row by row, by watching the model run a few tokens.
 
-The others are layers over images, experts that get rows in another order, or routers that do not use `F.linear`. An
-adapter on them would be computed wrongly without an error, so it is refused.
+The others are layers over images, experts that get rows in another order, routers that do not use `F.linear`, or
+embeddings that normalise what they look up. An adapter on them would be computed wrongly without an error, so it is
+refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,15 @@ def adaptable_targets(
     return found
 
 
+def lookup_scale(embedding: nn.Module) -> torch.Tensor | float | None:
+    """The factor of the rows that an embedding looks up. None if it does something else with them."""
+    if type(embedding) is nn.Embedding:
+        return 1.0
+    # What PEFT goes by: a buffer or a number, in transformers' classes of this name.
+    scale: torch.Tensor | float | None = getattr(embedding, "embed_scale", None)
+    return scale if type(embedding).__name__.endswith("ScaledWordEmbedding") else None
+
+
 class _Watch(TorchFunctionMode):
     """Records the modules that got one row per token, and how often each multiplied by a weight itself."""
 
@@ -70,7 +80,10 @@ class _Watch(TorchFunctionMode):
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             self._within.append(path)
             x = args[0] if args else None
-            if not isinstance(x, torch.Tensor) or x.is_floating_point() is (kind is TargetKind.EMBEDDING):
+            is_embedding = kind is TargetKind.EMBEDDING
+            if not isinstance(x, torch.Tensor) or x.is_floating_point() is is_embedding:
+                return
+            if is_embedding and lookup_scale(module) is None:
                 return
             # The experts' other parameters have other widths; how many rows they get is what counts.
             is_row_per_token = x.dim() == 2 and x.shape[0] == self._num_tokens

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from engines.errors import AdapterRefused
+from engines.lora.adaptable import lookup_scale
 from engines.lora.context import AdapterContext, AdapterRows
 from engines.lora.experts import AdaptedExperts
 from engines.lora.format.pairs import LoraPair
@@ -87,7 +88,13 @@ class LoraLinear(_Wrapper):
 
 
 class LoraEmbedding(_Wrapper):
-    """An embedding with A [r, vocab] and B [dim, r]: row += scale * B A[:, id]."""
+    """An embedding with A [r, vocab] and B [dim, r]: row += scale * B A[:, id], times the embedding's own factor."""
+
+    def __init__(self, base: nn.Module, context: AdapterContext) -> None:
+        super().__init__(base, context)
+        factor = lookup_scale(base)
+        assert factor is not None, "what is adaptable looks rows up"
+        self._factor = factor
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(ids)
@@ -96,7 +103,7 @@ class LoraEmbedding(_Wrapper):
             pair = self.pairs.get(group.slot)
             if pair is not None:
                 picked = pair.A[:, flat_ids[group.rows]].t()
-                flat_y.index_add_(0, group.rows, F.linear(picked * pair.scale, pair.B))
+                flat_y.index_add_(0, group.rows, F.linear(picked * pair.scale, pair.B).mul_(self._factor))
         return y
 
 

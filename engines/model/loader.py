@@ -1,5 +1,6 @@
 """A model from a folder, a hub id or a GGUF file, checked for what this engine can compute exactly."""
 
+import inspect
 import json
 import logging
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers.distributed import DistributedConfig
 from engines.attention import recurrent
 from engines.config import EngineConfig
 from engines.errors import ModelRefused
+from engines.model.misfit import check_fit, odd_expert
 
 logger = logging.getLogger(__name__)
 
@@ -55,28 +57,40 @@ def load_model(config: EngineConfig) -> LoadedModel:
     with_images = takes_images(hf_config, config)
     try:
         loader = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
-        model = loader.from_pretrained(folder, dtype=dtype, **options).eval()
+        model, loading = loader.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+        check_fit(config.source, folder, loading)
         if config.tensor_parallel == 1:  # else each process' part lies on its device
             model = model.to(device)
     except (OSError, ValueError, KeyError, SafetensorError) as exc:
         raise ModelRefused(f"{config.source!r} cannot be loaded: {exc}") from exc
-    model.requires_grad_(False)
+    except RuntimeError as exc:  # experts that do not fit together, too little memory
+        raise ModelRefused(f"{config.source!r} cannot be loaded: {odd_expert(folder) or exc}") from exc
+    model.eval().requires_grad_(False)
     text = model.config.get_text_config()
     return LoadedModel(model, text, device, dtype, _vocab_size(model), _context_length(text), with_images)
 
 
 def takes_images(hf_config: Any, config: EngineConfig) -> bool:
-    """Whether the model is served with its vision tower. Exact and tensor-parallel engines serve its text alone. Raises
-    `ModelRefused` where transformers has no class for the text of such a model alone.
+    """Whether the model is served with its vision tower. An exact engine serves the text alone of a model whose image
+    tokens attend to each other in both directions. Raises `ModelRefused` where transformers has no class for that.
     """
     if getattr(hf_config, "vision_config", None) is None:
         return False
-    if not config.exact and config.tensor_parallel == 1:
+    if not (config.exact and _has_whole_images(hf_config)):
         return True
     if type(hf_config) not in AutoModelForCausalLM._model_mapping:
-        what = "exact" if config.exact else "tensor_parallel"
-        raise ModelRefused(f"{what} is not possible for {hf_config.model_type}: it is a vision model.")
+        raise ModelRefused(f"exact is not possible for {hf_config.model_type}: it is a vision model.")
     return False
+
+
+def _has_whole_images(hf_config: Any) -> bool:
+    """Whether an image's tokens attend to each other in both directions: see `VisionFrontEnd.whole_images`."""
+    if type(hf_config) not in AutoModelForImageTextToText._model_mapping:
+        return False
+    model_class = AutoModelForImageTextToText._model_mapping[type(hf_config)]
+    return "token_type_ids" in inspect.signature(model_class.forward).parameters
 
 
 def check_source(config: EngineConfig) -> None:

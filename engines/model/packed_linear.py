@@ -17,7 +17,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = linear.weight.shape
         self._tiled = tiled
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), _HINT_ROWS)
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._bias = None if linear.bias is None else linear.bias.detach().clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]"""
@@ -36,6 +36,14 @@ def can_pack(linear: nn.Module) -> bool:
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and (linear.weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def copy_weights(model: nn.Module) -> None:
+    """Weights are views of the mapped file, whose pages stay in memory as long as one weight is left. Copying those
+    that were not replaced lets the file go.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def pack_linears(model: nn.Module, *, tiled: bool) -> int:

@@ -31,6 +31,19 @@ class PackedPair:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class DeepRows:
+    """What the first layers add to their output in some rows. `added` [layers, n, hidden] float32; `of_row` [T] int32:
+    which of the n a row gets, -1 for none.
+    """
+
+    of_row: torch.Tensor
+    added: torch.Tensor
+
+
+_NOT_DEEP = DeepRows(torch.empty(0, dtype=torch.int32), torch.empty(0, 0, 0))
+
+
 class NativeDecoder:
     """A model from the embedded tokens to the logits. Owns the packed weights and the KV cache. The original layers
     lose their weights. Raises `MemoryError`.
@@ -102,10 +115,12 @@ class NativeDecoder:
         rotation: tuple[torch.Tensor, torch.Tensor],
         batch: StepBatch,
         logit_rows: torch.Tensor,
+        deep: "DeepRows | None" = None,
     ) -> torch.Tensor:
         """hidden [T, hidden] float32, overwritten; cos and sin of the rows' positions [T, head size] float32;
         logit_rows [R] -> logits [R, vocab] float32
         """
+        deep = deep or _NOT_DEEP
         arrays = _Arrays.of(batch, self._kv_heads, self._block_size)
         step = Step(
             rows=hidden.shape[0],
@@ -122,6 +137,10 @@ class NativeDecoder:
             cos=pointer(rotation[0]),
             sin=pointer(rotation[1]),
             hidden=pointer(hidden),
+            deep_layers=deep.added.shape[0],
+            deep_count=deep.added.shape[1],
+            deep_row=pointer(deep.of_row),
+            deep=pointer(deep.added),
         )
         if not self._library.forward(self._model, ctypes.byref(step)):
             raise EngineError("The kernels had no memory for this batch.")

@@ -23,6 +23,8 @@ class Step(Structure):
         *((name, c_int32) for name in ("rows", "fresh", "items", "rows_per_item", "max_len")),
         *((name, c_void_p) for name in ("span", "tables", "item", "kv_slots", "fresh_block", "slots")),
         *((name, c_void_p) for name in ("cos", "sin", "hidden")),
+        *((name, c_int32) for name in ("deep_layers", "deep_count")),
+        *((name, c_void_p) for name in ("deep_row", "deep")),
     )
 
 

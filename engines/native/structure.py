@@ -8,9 +8,15 @@ from torch import nn
 
 from engines.attention.interface import Attention
 from engines.model.loader import LoadedModel
+from engines.vision.front_end import language_path_of
 
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Decoder layers that are: norm, attention, add, norm, gated SiLU, add. The self-test checks the claim."""
+_FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen2_5_VLTextModel", "Qwen3VLTextModel")
+"""Decoders with layers that are: norm, attention, add, norm, gated SiLU, add. The self-test checks the claim."""
+
+_AROUND_IMAGES = ("Llava", "SmolVLM", "Idefics3", "Qwen2_5_VL", "Qwen3VL")
+"""Vision models that hand embeddings, positions and features for later layers to such a decoder, and nothing else. The
+tests check this claim.
+"""
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer, in the order of the C enumeration."""
@@ -34,7 +40,7 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """What the kernels need to know of a model. `path`: of the list of layers. `norm`: the last one."""
+    """What the kernels need to know of a model. `path`: of the decoder. `norm`: the last one."""
 
     path: str
     layers: tuple[LayerParts, ...]
@@ -52,11 +58,12 @@ class DecoderParts:
 def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> DecoderParts:
     """Raises `Unsupported`. `attention`: what each layer asked for when it was run."""
     model: Any = loaded.model
+    base_path = (language_path_of(model) if loaded.takes_images else None) or "model"
     if loaded.device.type != "cpu" or loaded.dtype not in (torch.float32, torch.bfloat16):
         raise Unsupported(f"{loaded.dtype} on {loaded.device}")
-    base: Any = getattr(model, "model", None)
+    _require_own_classes(model, base_path)
+    base: Any = model.get_submodule(base_path)
     layers = getattr(base, "layers", None)
-    _require_own_classes(model)
     if not isinstance(layers, nn.ModuleList) or len(layers) != len(attention):
         raise Unsupported("no plain list of decoder layers")
     if any(a.softcap is not None or a.sinks is not None for a in attention.values()):
@@ -68,7 +75,7 @@ def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> Deco
     first: Any = layers[0]
     dim = int(first.self_attn.head_dim)
     found = DecoderParts(
-        path="model.layers",
+        path=base_path,
         layers=parts,
         heads=parts[0].linears[0].out_features // dim,
         kv_heads=parts[0].linears[1].out_features // dim,
@@ -84,14 +91,18 @@ def read_structure(loaded: LoadedModel, attention: dict[int, Attention]) -> Deco
     return found
 
 
-def _require_own_classes(model: nn.Module) -> None:
+def _require_own_classes(model: Any, base_path: str) -> None:
     """The kernels compute what transformers' classes compute. A derived class, or a replaced `forward`, may compute
-    something else, which the kernels would ignore.
+    something else, which the kernels would ignore. Modules that they leave to torch may be of any class.
     """
-    family = type(model).__name__.removesuffix("ForCausalLM")
-    if family not in _FAMILIES:
-        raise Unsupported(f"a model of class {type(model).__name__}")
+    name, base = type(model).__name__, type(dict(model.named_modules()).get(base_path)).__name__
+    around = name.removesuffix("ForConditionalGeneration") in _AROUND_IMAGES
+    alone = name == base.removesuffix("Model") + "ForCausalLM"
+    if base not in _FAMILIES or not (around or alone):
+        raise Unsupported(f"a model of class {name}")
     for path, module in model.named_modules():
+        if around and path and not path.startswith(base_path) and module is not model.get_output_embeddings():
+            continue
         kind = type(module)
         if not kind.__module__.startswith(("transformers.models.", "transformers.activations", "torch.nn.modules.")):
             raise Unsupported(f"{path or 'the model'} is of class {kind.__name__}, which is not transformers' own")

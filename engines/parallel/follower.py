@@ -14,7 +14,7 @@ from engines.compute.assembly import AssembledModel, assemble_model
 from engines.config import EngineConfig
 from engines.lora.apply import AdapterModules
 from engines.parallel.group import join
-from engines.parallel.messages import CheckHealth, Install, Message, Remove, Stop
+from engines.parallel.messages import CheckHealth, Encode, Install, Message, Remove, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,11 @@ def follow(model: AssembledModel, inbox: "SimpleQueue[Message]") -> None:
             modules.remove(message.slot)
         elif isinstance(message, CheckHealth):
             model.runner.check_health()
+        elif isinstance(message, Encode):
+            model.runner.model.encode_with(list(message.token_ids), message.tensors)
         else:
-            model.runner.forward([chunk.chunk(number) for number, chunk in enumerate(message.chunks)])
+            chunks = [chunk.chunk(number) for number, chunk in enumerate(message.chunks)]
+            model.runner.run(model.runner.lay_out(chunks, message.images))
 
 
 def _read(connection: Connection, inbox: "SimpleQueue[Message]") -> None:

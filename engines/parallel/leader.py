@@ -1,7 +1,7 @@
 """The leader's runner and adapter modules: whatever they do, all processes do."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,12 @@ from engines.errors import EngineError
 from engines.lora.apply import AdapterModules
 from engines.lora.format.weights import AdapterWeights
 from engines.parallel.group import TensorGroup
-from engines.parallel.messages import CheckHealth, ChunkMessage, Forward, Install, Remove
+from engines.parallel.messages import CheckHealth, ChunkMessage, Encode, Forward, Install, Remove
 from engines.planning.scheduler import Chunk
+from engines.protocol import HostTensor
 from engines.tensors.batch import Carried, StepBatch
+
+_HOST = torch.device("cpu")
 
 
 class LeadingRunner:
@@ -27,14 +30,21 @@ class LeadingRunner:
         self._runner = runner
         self._group = group
         self._block_size = block_size
+        if runner.model.vision is not None:
+            runner.model.vision.announce = self._announce
 
     def forward(self, chunks: Sequence[Chunk]) -> tuple[StepBatch, torch.Tensor]:
-        self._group.tell(Forward(tuple(ChunkMessage.of(chunk, self._block_size) for chunk in chunks)))
         try:
-            return self._runner.forward(chunks)
+            batch = self._runner.lay_out(chunks)
+            images = batch.images.to(_HOST) if batch.images else None
+            self._group.tell(Forward(tuple(ChunkMessage.of(chunk, self._block_size) for chunk in chunks), images))
+            return batch, self._runner.run(batch)
         except BaseException:
             self._group.lost = True
             raise
+
+    def _announce(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> None:
+        self._group.tell(Encode(tuple(token_ids), tensors))
 
     def decode(self, chunks: Sequence[Chunk], carried: Carried | None = None) -> None:
         """Always None: the other processes do not know what this one has drawn."""

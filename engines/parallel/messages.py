@@ -1,11 +1,13 @@
 """The commands of a group's leading process to the others. All processes run each command at the same time."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, SamplingParams
+from engines.protocol import GenerateRequest, HostTensor, PromptImage, SamplingParams
+from engines.tensors.batch import ImageRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,8 @@ class ChunkMessage:
     slot: int
     completes: bool
     scores_prompt: bool
+    images: tuple[tuple[int, int], ...]
+    """First place and number of tokens of each."""
 
     @classmethod
     def of(cls, chunk: Chunk, block_size: int) -> "ChunkMessage":
@@ -29,13 +33,16 @@ class ChunkMessage:
             sequence.slot,
             chunk.completes,
             sequence.scores_prompt,
+            tuple((image.start, image.length) for image in sequence.request.images),
         )
 
     def chunk(self, number: int) -> Chunk:
         """Equal to the leader's in everything that a forward reads. Tokens before and behind it are placeholders."""
         sampling = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0 if self.scores_prompt else None)
         tokens: Any = _Tokens(self.start, self.token_ids, 0 if self.completes else 1)
-        sequence = TokenSequence(GenerateRequest(str(number), (), sampling), NO_SINK, tokens, len(tokens))
+        images = tuple(PromptImage(start, length, "", {}) for start, length in self.images)
+        request = GenerateRequest(str(number), (), sampling, images=images)
+        sequence = TokenSequence(request, NO_SINK, tokens, len(tokens))
         sequence.blocks = list(self.blocks)
         sequence.slot = self.slot
         return Chunk(sequence, self.start, len(self.token_ids))
@@ -60,8 +67,19 @@ class _Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Encode:
+    """All processes run the model up to its language model, whose embedding is split. The leader keeps the features."""
+
+    token_ids: tuple[int, ...]
+    tensors: Mapping[str, HostTensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
+    """`images`: what the leader has encoded, on the host."""
+
     chunks: tuple[ChunkMessage, ...]
+    images: ImageRows | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,4 +105,4 @@ class Stop:
     pass
 
 
-Message = Forward | CheckHealth | Install | Remove | Stop
+Message = Encode | Forward | CheckHealth | Install | Remove | Stop

@@ -1,7 +1,8 @@
 """One forward pass over a ragged batch: tokens of many sequences, flattened into one row of `T` tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -15,6 +16,34 @@ PROBE_TOKENS = 3
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """What images put into a step of T rows.
+
+    - `rows` [n]: rows, in rising order, that get `embeds` [n, hidden] in place of their embeddings.
+    - `deepstack`: one [n, hidden] for each of the first layers, added to the layer's output in these rows.
+    - `positions` [axes, T]: of all rows. None if one axis is enough: these are the batch's own.
+    """
+
+    rows: torch.Tensor
+    embeds: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...]
+    positions: torch.Tensor | None
+
+    def to(self, device: torch.device) -> Self:
+        positions = None if self.positions is None else self.positions.to(device)
+        deepstack = tuple(layer.to(device) for layer in self.deepstack)
+        return replace(
+            self, rows=self.rows.to(device), embeds=self.embeds.to(device), deepstack=deepstack, positions=positions
+        )
+
+    def merged(self, embeds: torch.Tensor) -> torch.Tensor:
+        """The embeddings [T, hidden] with those of the images in their rows."""
+        if not self.rows.shape[0]:
+            return embeds
+        return embeds.index_copy(0, self.rows, self.embeds.to(embeds.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """`token_ids`, `positions`, `kv_slots` (block * block_size + offset) [T] int64. Decode rows come first, padding
     rows last.
@@ -23,6 +52,7 @@ class StepBatch:
       from another sequence.
     - `logit_rows` [R] int64: the rows whose logits are wanted.
     - `slots` [T] int32: adapter slot of each row, -1 for none. None when no row has one.
+    - `images`: None for a batch without images.
     """
 
     chunks: tuple[Chunk, ...]
@@ -32,6 +62,7 @@ class StepBatch:
     fresh_blocks: torch.Tensor | None
     logit_rows: torch.Tensor
     slots: torch.Tensor | None
+    images: ImageRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

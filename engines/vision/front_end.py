@@ -7,7 +7,8 @@ through the same language model, chunk by chunk, on the paged cache.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,21 +18,27 @@ from engines.errors import ModelRefused
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import TokenSequence
 from engines.protocol import BFLOAT16, HostTensor, PromptImage
-from engines.tensors.batch import StepBatch
+from engines.tensors.batch import ImageRows, StepBatch
 from engines.tensors.transfer import to_device
 from engines.vision.features import FeatureCache, ImageFeatures
 
 _LANGUAGE_MODELS = ("language_model", "text_model")
 
 
-def language_model_of(model: Any) -> Any | None:
-    """The language model inside a vision model; None in a text model."""
+def language_path_of(model: Any) -> str | None:
+    """Where the language model is in a vision model; None in a text model."""
     inner = getattr(model, "model", None)
-    return next((found for name in _LANGUAGE_MODELS if (found := getattr(inner, name, None)) is not None), None)
+    return next((f"model.{name}" for name in _LANGUAGE_MODELS if getattr(inner, name, None) is not None), None)
+
+
+Announce = Callable[[list[int], Mapping[str, HostTensor]], None]
+"""Takes an image's tokens and tensors."""
 
 
 class VisionFrontEnd:
     """Owns the hook in front of the language model. Used by one thread at a time.
+
+    `announce`: called before an image is encoded. Where the embedding is split, all processes must encode it.
 
     `whole_images`: the tokens of an image attend to each other in both directions (Gemma 3). The token types tell the
     model which tokens these are.
@@ -39,8 +46,8 @@ class VisionFrontEnd:
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype, *, cache_bytes: int) -> None:
         """Raises `ModelRefused` for a vision model without an image token id."""
-        language_model = language_model_of(model)
-        assert language_model is not None
+        path = language_path_of(model)
+        assert path is not None
         self._inner = model.model
         self._device = device
         self._dtype = dtype
@@ -49,34 +56,50 @@ class VisionFrontEnd:
         self.whole_images = "token_type_ids" in self._takes
         self._has_rope_index = hasattr(self._inner, "get_rope_index")
         self.cache = FeatureCache(cache_bytes)
+        self.announce: Announce = _to_nobody
         self._is_recording = False
-        self._step: dict[str, Any] | None = None
-        language_model.register_forward_pre_hook(self._before_language_model, with_kwargs=True)
+        self._step: ImageRows | None = None
+        model.get_submodule(path).register_forward_pre_hook(self._before_language_model, with_kwargs=True)
 
-    def prepare(self, batch: StepBatch) -> None:
-        """Encode the images whose rows are in the batch, unless they are cached, for use by the next forward. Raises
-        whatever the tower raises.
+    def use(self, images: ImageRows | None) -> None:
+        """For the next forward of the model."""
+        self._step = images
+
+    def rows_of(self, batch: StepBatch) -> ImageRows | None:
+        """Encodes the images whose rows are in the batch, unless they are cached. None for a batch without images.
+        Raises whatever the tower raises.
         """
-        self._step = None
         if not any(chunk.sequence.request.images for chunk in batch.chunks):
-            return
-        rows: list[torch.Tensor] = []
+            return None
+        rows = [torch.empty(0, dtype=torch.int64, device=self._device)]
         parts: list[tuple[ImageFeatures, torch.Tensor]] = []
         for row, chunk, image in _overlaps(batch):
-            features = self._features(chunk.sequence, image)
+            features = self._features(chunk, image)
             places = features.rows + image.start
             mine = (places >= chunk.start) & (places < chunk.end)
             rows.append(places[mine] - chunk.start + row)
             parts.append((features, mine))
-        self._step = self._positions(batch)
-        if rows:
-            self._step |= {"rows": torch.cat(rows), "parts": parts}
+        positions = self._positions(batch)
+        if not parts:
+            return ImageRows(rows[0], torch.empty(0), (), positions)
+        return ImageRows(
+            rows=torch.cat(rows),  # in rising order, as chunks and images are
+            embeds=torch.cat([features.embeds[mine] for features, mine in parts]),
+            deepstack=tuple(
+                torch.cat([features.deepstack[layer][mine] for features, mine in parts])
+                for layer in range(len(parts[0][0].deepstack))
+            ),
+            positions=positions,
+        )
 
-    def _features(self, sequence: TokenSequence, image: PromptImage) -> ImageFeatures:
-        token_ids = sequence.token_ids[image.start : image.start + image.length]
-        return self.cache.get((image.digest, tuple(token_ids)), lambda: self._encode(token_ids, image.tensors))
+    def _features(self, chunk: Chunk, image: PromptImage) -> ImageFeatures:
+        token_ids = chunk.sequence.token_ids[image.start : image.start + image.length]
+        encode = partial(self.encode, token_ids, image.tensors)
+        return self.cache.get((image.digest, tuple(token_ids)), encode, is_first=chunk.start <= image.start)
 
-    def _encode(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> ImageFeatures:
+    def encode(self, token_ids: list[int], tensors: Mapping[str, HostTensor]) -> ImageFeatures:
+        """Raises whatever the tower raises."""
+        self.announce(token_ids, tensors)
         ids = to_device([token_ids], self._device)
         is_feature = ids[0] == self._feature_id
         inputs = {name: self._tensor(tensor) for name, tensor in tensors.items() if name in self._takes}
@@ -121,15 +144,15 @@ class VisionFrontEnd:
         found = torch.from_numpy(array).to(self._device)
         return found.to(self._dtype) if found.is_floating_point() else found
 
-    def _positions(self, batch: StepBatch) -> dict[str, Any]:
-        """[axes, 1, T] if the model gives image tokens positions of several axes; otherwise nothing."""
+    def _positions(self, batch: StepBatch) -> torch.Tensor | None:
+        """[axes, T] if the model gives image tokens positions of several axes."""
         if not self._has_rope_index:
-            return {}
+            return None
         columns = [self._chunk_positions(chunk) for chunk in batch.chunks]
         axes = max(column.shape[0] for column in columns)
         filler = batch.positions.shape[0] - sum(chunk.length for chunk in batch.chunks)
         columns.append(torch.zeros(1, filler, dtype=torch.int64, device=self._device))
-        return {"position_ids": torch.cat([column.expand(axes, -1) for column in columns], dim=1)[:, None]}
+        return torch.cat([column.expand(axes, -1) for column in columns], dim=1)
 
     def _chunk_positions(self, chunk: Chunk) -> torch.Tensor:
         """[axes or 1, length]."""
@@ -162,29 +185,27 @@ class VisionFrontEnd:
         if self._is_recording:
             raise _Recorded(kwargs)
         kwargs = kwargs | {"attention_mask": None}  # the paged cache is causal already
-        step = self._step
-        if step is None:
-            return args, kwargs
-        if "position_ids" in step:
-            kwargs["position_ids"] = step["position_ids"]
-        if "rows" in step:
-            kwargs |= self._merged(kwargs["inputs_embeds"], step["rows"], step["parts"])
+        if self._step is not None:
+            kwargs |= _changes(self._step, kwargs["inputs_embeds"])
         return args, kwargs
 
-    def _merged(
-        self, embeds: torch.Tensor, rows: torch.Tensor, parts: list[tuple[ImageFeatures, torch.Tensor]]
-    ) -> dict[str, Any]:
-        """`embeds` [1, T, hidden] with the features in their rows."""
-        merged = embeds.clone()
-        merged[0, rows] = torch.cat([features.embeds[mine] for features, mine in parts]).to(embeds.dtype)
-        depth = max(len(features.deepstack) for features, _ in parts)
-        if not depth:
-            return {"inputs_embeds": merged}
+
+def _changes(step: ImageRows, embeds: torch.Tensor) -> dict[str, Any]:
+    """The arguments of the language model that images change. `embeds` [1, T, hidden]."""
+    changes: dict[str, Any] = {}
+    if step.positions is not None:
+        changes["position_ids"] = step.positions[:, None]
+    if step.rows.shape[0]:
+        changes["inputs_embeds"] = step.merged(embeds[0])[None]
+    if step.deepstack:
         is_visual = torch.zeros(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-        is_visual[0, rows] = True
-        order = torch.argsort(rows)  # the model adds to the rows in their order
-        stacked = [torch.cat([f.deepstack[layer][mine] for f, mine in parts])[order] for layer in range(depth)]
-        return {"inputs_embeds": merged, "visual_pos_masks": is_visual, "deepstack_visual_embeds": stacked}
+        is_visual[0, step.rows] = True
+        changes |= {"visual_pos_masks": is_visual, "deepstack_visual_embeds": list(step.deepstack)}
+    return changes
+
+
+def _to_nobody(token_ids: list[int], tensors: Mapping[str, HostTensor]) -> None:
+    """One process has all of the model."""
 
 
 class _Recorded(Exception):
@@ -199,7 +220,7 @@ def _overlaps(batch: StepBatch) -> Iterator[tuple[int, Chunk, PromptImage]]:
     """(first row, chunk, image) for each image with tokens in the batch."""
     row = 0
     for chunk in batch.chunks:
-        for image in chunk.sequence.request.images:
+        for image in sorted(chunk.sequence.request.images, key=lambda image: image.start):
             if image.start < chunk.end and chunk.start < image.start + image.length:
                 yield row, chunk, image
         row += chunk.length

@@ -1,6 +1,8 @@
 """Checks a config.yaml without starting anything. It reads everything that a start would read, except weights."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from pydantic_core import ErrorDetails
 from engines.errors import ModelRefused
 from serve_app.access.key_reader import KeyReader
 from serve_app.checkpoints import CheckpointStore
+from serve_app.cli.output import say
 from serve_app.config.deploy import DeployConfig, load_deploy_config
 from serve_app.config.keys import upstream_key
 from serve_app.config.ledger import LedgerConfig
@@ -30,6 +33,17 @@ def check(path: Path) -> DeployConfig:
     config = check_file(path)
     check_here(config)
     return config
+
+
+def check_in_child(path: Path) -> DeployConfig:
+    """As `check`, in a process that ends with it. Reading models imports torch, Ray and transformers: 400 MB, which the
+    process that then supervises the service would keep.
+    """
+    command = [sys.executable, "-m", "serve_app.cli.check", str(path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ConfigRefused(done.stdout.rstrip("\n") or f"{path} could not be checked, see above.")
+    return load_deploy_config(path)
 
 
 def check_file(path: Path) -> DeployConfig:
@@ -139,3 +153,19 @@ def _complaints(what: str, look: Callable[[_T], object], at: _T) -> Iterator[str
         yield str(exc)
     except Exception as exc:  # tokenizers and config.json files can raise any exception
         yield f"{what} cannot be loaded: {type(exc).__name__}: {' '.join(str(exc).split())}"
+
+
+def _main(path: Path) -> int:
+    """Exit status; a refusal goes to stdout."""
+    try:
+        check(path)
+    except ConfigRefused as exc:
+        say(str(exc))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1])))

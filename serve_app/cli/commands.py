@@ -14,7 +14,7 @@ from engines.errors import EngineError
 from renderers.base import RenderError
 from serve_app.access.auth import hash_key, new_key
 from serve_app.cli.api_key import VARIABLE, read_api_key
-from serve_app.cli.check import check, check_file, check_here
+from serve_app.cli.check import check, check_file, check_here, check_in_child
 from serve_app.cli.client import Client, ServiceRefused
 from serve_app.cli.conversation import converse
 from serve_app.cli.launch import LaunchFailed, up
@@ -54,7 +54,7 @@ def _complain(exc: Exception, status: int) -> int:
 
 
 def _up(options: argparse.Namespace) -> None:
-    up(check(options.config).bound_to(options.host, options.port), options.config)
+    up(check_in_child(options.config).bound_to(options.host, options.port), options.config)
 
 
 def _deploy(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from serve_app.config.images import ImageArgs
 from serve_app.images.prepared import ImageOrder, PreparedImages
 from serve_app.logs import join_serve_logs
+from serve_app.without_torch import do_without_torch
 
 
 class ImagePreprocessor:
@@ -11,7 +12,8 @@ class ImagePreprocessor:
     """
 
     def __init__(self, args: ImageArgs) -> None:
-        # Imported here, so that the process that builds the application does not load transformers and torch.
+        do_without_torch()
+        # Imported here, so that the process that builds the application does not load transformers.
         from serve_app.images.fetch import Fetcher
         from serve_app.images.preprocessor import Preprocessor
 

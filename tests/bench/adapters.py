@@ -39,7 +39,7 @@ def runner_with(folders: list[Path], threads: int, kernel_cache: str) -> ModelRu
     )
     loaded = load_model(config)
     model = PagedModel.of(loaded, config)
-    runner = ModelRunner(next(candidate_paths(model, config, threads=threads)), config, loaded.device)
+    runner = ModelRunner(next(candidate_paths(model, config, threads=threads)), config, model)
     runner.allocate(1 + max(BATCHES) * -(-(CONTEXT + 1) // BLOCK))
     for slot, folder in enumerate(folders):
         digest = adapter_digest((folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes())

@@ -66,8 +66,8 @@ VARIANTS: dict[str, MakePath] = {
 
 def runner_over(make_path: MakePath, threads: int, context: int, kernel_cache: str) -> ModelRunner:
     config = EngineConfig(str(MODEL_FOLDER), dtype="bfloat16", kernel_cache=kernel_cache, threads=threads)
-    loaded = load_model(config)
-    runner = ModelRunner(make_path(PagedModel.of(loaded, config), config), config, loaded.device)
+    model = PagedModel.of(load_model(config), config)
+    runner = ModelRunner(make_path(model, config), config, model)
     runner.allocate(max(BATCHES) * (-(-(context + 1) // BLOCK)) + PROMPT // BLOCK + 1)
     return runner
 

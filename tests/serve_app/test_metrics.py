@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from engines.config import EngineConfig
 from engines.fake import FakeConfig, FakeEngine
 from engines.protocol import EngineCounters, EngineStats, GenerateRequest, Output
 from serve_app.api.record import RequestRecord
@@ -28,7 +29,7 @@ from serve_app.metrics import (
     LedgerMetrics,
 )
 from serve_app.model_id import CheckpointPath
-from tests.support import checkpoint_files
+from tests.support import checkpoint_files, tiny_vision
 from tests.support.checkpoint_files import SIZE, files, write
 from tests.support.engine_harness import (
     BREAKS,
@@ -189,7 +190,18 @@ async def everything_that_happens_to_an_engine(sink: Measured, engine: DrivenEng
     await engine.is_idle()
 
 
-def test_every_metric_of_the_engine_is_moved_by_a_real_one():
+def use_images(folder: Path, metrics: EngineMetrics) -> None:
+    """An image that is new, and one that was sent before."""
+    settings: dict[str, Any] = {"threads": 1, "kv_cache_bytes": 8 << 20, "context_length": 192}
+    with DrivenEngine(EngineConfig(source=str(tiny_vision.save("llava", folder)), **settings)) as engine:
+        sink = Measured(engine, metrics)
+        for length in (3, 4):
+            engine.run(sink.ended(sink.submit(tiny_vision.asking(length, tiny_vision.image_for("llava", 1)))))
+        engine.run(engine.is_idle())
+        metrics.record(engine.stats())
+
+
+def test_every_metric_of_the_engine_is_moved_by_a_real_one(tmp_path: Path) -> None:
     readable = ReadableMetrics()
     metrics = EngineMetrics("m", readable.exporter)
     settings: dict[str, Any] = {"source": str(explosive_folder()), "trust_remote_code": True, "self_test": False}
@@ -206,7 +218,11 @@ def test_every_metric_of_the_engine_is_moved_by_a_real_one():
         metrics.record(engine.stats())
         engine.run(sink.ended(sink.submit(request((1, BREAKS)))))
         metrics.record(engine.stats())
-    assert readable.moved == declared_by_engine()
+    with_images = ReadableMetrics()
+    use_images(tmp_path, EngineMetrics("v", with_images.exporter))
+    of_images = {f"roundhouse_engine_images_{what}" for what in ("encoded", "reused")}
+    assert readable.moved | (with_images.moved & of_images) == declared_by_engine()
+    assert [with_images.last(name, model="v") for name in sorted(of_images)] == [1, 1]
     assert readable.last("roundhouse_engine_failed", model="m") == 1
 
 

@@ -8,5 +8,5 @@ from engines.model.loader import LoadedModel
 
 
 def runner_of(loaded: LoadedModel, config: EngineConfig, *, threads: int = 1) -> ModelRunner:
-    path = next(candidate_paths(PagedModel.of(loaded, config), config, threads=threads))
-    return ModelRunner(path, config, loaded.device)
+    model = PagedModel.of(loaded, config)
+    return ModelRunner(next(candidate_paths(model, config, threads=threads)), config, model)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from transformers import (
     SmolVLMConfig,
 )
 
-from engines.protocol import HostTensor
+from engines.protocol import GenerateRequest, HostTensor, PromptImage, SamplingParams
+from tests.support.engine_harness import prompt_of
 from tests.support.tiny_models import DELTA_NET, SIZES, save_random
 
 IMAGE = 7
@@ -131,8 +133,27 @@ def image_for(name: str, seed: int) -> TinyImage:
         token_ids = tuple(token for tile in range(tiles) for token in (11 + tile, *(IMAGE,) * 4))
         mask = np.ones((1, tiles, 32, 32), dtype=np.int64)
         return TinyImage(token_ids, {"pixel_values": pixels, "pixel_attention_mask": mask})
-    count = 4 if name == "gemma3" else 16
-    return TinyImage((IMAGE,) * count, {"pixel_values": rng.standard_normal((1, 3, 32, 32)).astype(np.float32)})
+    tokens = 4 if name == "gemma3" else 16
+    return TinyImage((IMAGE,) * tokens, {"pixel_values": rng.standard_normal((1, 3, 32, 32)).astype(np.float32)})
+
+
+def asking(*parts: int | TinyImage, max_tokens: int = 8, **sampling: Any) -> GenerateRequest:
+    """Text of so many random tokens, and images, in their order."""
+    token_ids: list[int] = []
+    images: list[PromptImage] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, int):
+            token_ids += [20 + t % 280 for t in prompt_of(part, seed=place)]
+            continue
+        token_ids.append(START)
+        digest = repr(sorted((name, array.tobytes()) for name, array in part.tensors.items()))
+        images.append(PromptImage(len(token_ids), len(part.token_ids), digest, part.host()))
+        token_ids += [*part.token_ids, END]
+    params = SamplingParams(**{"max_tokens": max_tokens, "seed": 0, "temperature": 0.0, "logprobs": 0, **sampling})
+    return GenerateRequest(f"v{next(_IDS)}", tuple(token_ids), params, images=tuple(images))
+
+
+_IDS = count()
 
 
 def kv_bytes(name: str, num_blocks: int) -> int:

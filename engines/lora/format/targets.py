@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class TargetKind(StrEnum):
-    """LINEAR: y += B A x. EMBEDDING: row += B A[:, id]. ROUTER: a module whose 2-D `weight` is used as a linear layer.
-    EXPERTS: one 3-D parameter that holds the same linear layer of every expert.
+    """LINEAR: y += B A x. EMBEDDING: weight[id] += B A[:, id]. ROUTER: a module whose 2-D `weight` is used as a linear
+    layer. EXPERTS: one 3-D parameter that holds the same linear layer of every expert.
     """
 
     LINEAR = "linear"
@@ -105,7 +105,7 @@ class _Found:
     def add(self, path: str, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             self.targets[path] = LoraTarget(TargetKind.LINEAR, module.in_features, module.out_features)
-        elif type(module) is nn.Embedding:  # subclasses scale or normalise what they look up
+        elif isinstance(module, nn.Embedding):
             self.targets[path] = LoraTarget(TargetKind.EMBEDDING, module.num_embeddings, module.embedding_dim)
             self.add_row_sums(path, module)
         else:

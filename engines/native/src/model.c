@@ -61,6 +61,9 @@ typedef struct {
     const int32_t *slots;     /* [rows], or NULL: no adapters */
     const float *cos, *sin;   /* [rows][dim] */
     float *hidden;            /* [rows][hidden], in and out */
+    int32_t deep_layers, deep_count; /* what the first layers add to some rows, of images */
+    const int32_t *deep_row;  /* [rows]: which of the deep_count a row gets, -1: none */
+    const float *deep;        /* [deep_layers][deep_count][hidden] */
 } Step;
 
 static float *copy_floats(const float *from, int count) {
@@ -308,6 +311,14 @@ static void gate_item(void *argument, int row, int thread) {
     for (int i = 0; i < inner; i += 16) store_x(m->x2, m->s.is_bf16, row, i, k_pad, silu_mul(y + i * 2));
 }
 
+static void add_deep(const Run *run, int row, float *hidden) {
+    const Step *step = run->step;
+    int layer = (int)(run->layer - run->m->layers), n = run->m->s.hidden;
+    if (layer >= step->deep_layers || step->deep_row[row] < 0) return;
+    const float *more = step->deep + ((size_t)layer * step->deep_count + step->deep_row[row]) * n;
+    for (int i = 0; i < n; i += 16) vf_store(hidden + i, vf_load(hidden + i) + vf_load(more + i));
+}
+
 static void down_item(void *argument, int row, int thread) {
     (void)thread;
     Run *run = argument;
@@ -317,6 +328,7 @@ static void down_item(void *argument, int row, int thread) {
     float *y = m->y + (size_t)row * w->n_pad, *hidden = run->step->hidden + (size_t)row * m->s.hidden;
     adapt_row(&l->adapted[DOWN_PROJ], slot_of(run->step, row), m->s.is_bf16, m->x2, row, w->k_pad, y);
     for (int i = 0; i < m->s.hidden; i += 16) vf_store(hidden + i, vf_load(hidden + i) + vf_load(y + i));
+    add_deep(run, row, hidden);
     if (run->next) norm_row(m, hidden, run->next->norm1, m->s.eps, row);
 }
 

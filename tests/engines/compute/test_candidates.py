@@ -1,7 +1,10 @@
 """Which compute paths are tried for a model, in which order, and what happens when one does not work."""
 
+import gc
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.lora.apply import LoraLinear
 from engines.model.loader import load_model
-from tests.support.engine_harness import DEVICE, engine_config
+from tests.support.engine_harness import DEVICE, engine_config, model_folder
 from tests.support.tiny_models import HYBRID
 
 TRITON = {"attention": "triton", "device": DEVICE.type, "context_length": 96}
@@ -58,7 +61,7 @@ def test_paths_are_tried_from_the_fastest_on(name: str, settings: dict[str, Any]
     for path in paths:
         tried.append(type(path).__name__)
         # Complete as it is: the trash block is there before anything is allocated.
-        ModelRunner(path, config, model.loaded.device).check_health()
+        ModelRunner(path, config, model).check_health()
     assert tried == expected
 
 
@@ -130,6 +133,17 @@ def test_a_kv_cache_that_is_too_small_is_no_fault_of_the_path(caplog) -> None:
     with pytest.raises(ModelRefused, match="kv_cache_bytes = 16 holds 0 tokens"):
         assemble_model(engine_config("llama", **CPU, kv_cache_bytes=16), failing(["works", "works"]))
     assert "trying the next compute path" not in caplog.text
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+def test_a_model_on_a_cpu_does_not_keep_its_file_in_memory(name: str, attention: str, tmp_path: Path) -> None:
+    source = tmp_path / "a model of its own"
+    shutil.copytree(model_folder(name), source)
+    assembled = assemble_model(engine_config(source=str(source), attention=attention, **CPU))
+    gc.collect()
+    assert str(source) not in Path("/proc/self/maps").read_text()
+    assembled.runner.check_health()
 
 
 def test_nothing_follows_the_kernels_that_take_the_layers_out_of_the_model() -> None:

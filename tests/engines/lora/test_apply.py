@@ -207,12 +207,8 @@ def test_a_module_that_cannot_be_adapted_is_refused_by_name_before_anything_is_c
     assert type(model.linear) is nn.Linear
 
 
-NOT_ADAPTABLE = {"gemma2": {"model.embed_tokens"}, "gemma3": {"model.embed_tokens"}}
-"""Embeddings that scale what they look up."""
-
-
 @pytest.mark.parametrize("name", CONFIGS)
-def test_everything_that_an_adapter_can_name_is_found_adaptable_or_known_not_to_be(name: str) -> None:
+def test_everything_that_an_adapter_can_name_is_found_adaptable(name: str) -> None:
     model = random_model(name)
     targets = LoraTargets.of(model)
     found = adaptable_targets(
@@ -221,10 +217,7 @@ def test_everything_that_an_adapter_can_name_is_found_adaptable_or_known_not_to_
         run=lambda: model(input_ids=torch.tensor([[5, 6, 7]]), logits_to_keep=torch.tensor([2]), use_cache=False),
         num_tokens=3,
     )
-    expected = {path: target.kind for path, target in targets.targets.items()}
-    for path in NOT_ADAPTABLE.get(name, ()):
-        del expected[path]
-    assert found == expected
+    assert found == {path: target.kind for path, target in targets.targets.items()}
 
 
 class Wild(nn.Module):
@@ -254,11 +247,44 @@ def test_layers_that_do_not_see_one_row_for_each_token_are_not_adaptable() -> No
     assert found == {"plain": TargetKind.LINEAR}
 
 
-@pytest.mark.parametrize(
-    ("name", "path"), [("gemma2", "model.embed_tokens"), ("llama", "model.layers.0.mlp.extra_proj")]
-)
-def test_an_adapter_for_what_is_not_adaptable_is_refused_by_the_runner(name: str, path: str) -> None:
-    config = engine_config(name)
+class ToyScaledWordEmbedding(nn.Embedding):
+    """As transformers' classes of this name."""
+
+    embed_scale = 3.0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.embed_scale
+
+
+class ToyNormedEmbedding(nn.Embedding):
+    """A row that is looked up is then normalised: it does not change by what an adapter adds to the matrix."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.normalize(super().forward(ids))
+
+
+class Lookups(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Embedding(9, 4)
+        self.scaled = ToyScaledWordEmbedding(9, 4)
+        self.normed = ToyNormedEmbedding(9, 4)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.plain(ids) + self.scaled(ids) + self.normed(ids)
+
+
+def test_embeddings_that_scale_what_they_look_up_are_adaptable_and_those_that_normalise_it_are_not() -> None:
+    model: Any = Lookups()
+    found = adaptable_targets(model, LoraTargets.of(model), run=lambda: model(torch.tensor([[5, 6, 7]])), num_tokens=3)
+    assert found == {"plain": TargetKind.EMBEDDING, "scaled": TargetKind.EMBEDDING}
+
+
+def test_an_adapter_for_what_is_not_adaptable_is_refused_by_the_runner() -> None:
+    path, config = "model.layers.0.mlp.extra_proj", engine_config("llama")
     runner = runner_of(load_model(config), config)
     with pytest.raises(AdapterRefused, match=f"changes '{path}', which this engine does not adapt on this model"):
         runner.adapters.prepare(weights(**{path: pair(2, 64, 64)}))

@@ -1,15 +1,19 @@
 """Models from folders and GGUF files."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engines.config import EngineConfig
 from engines.errors import ModelRefused
 from engines.model.loader import load_model, pick_device, split_gguf
+from tests.support import tiny_models, tiny_vision
 from tests.support.engine_harness import DrivenEngine, engine_config, model_folder, prompt_of, reference_logits, request
 from tests.support.tiny_gguf import write_gguf
 
@@ -65,6 +69,66 @@ def test_a_model_knows_its_vocabulary_and_context() -> None:
     loaded = load_model(engine_config("llama"))
     assert (loaded.vocab_size, loaded.context_length) == (320, 512)
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+def changed(folder: Path, name: str, shape: tuple[int, ...] | None) -> EngineConfig:
+    """The weights of this folder with one tensor of another shape, or without it."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    if shape is not None:
+        tensors[name] = torch.zeros(shape)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return engine_config(source=str(folder))
+
+
+MISFITS: dict[str, tuple[str, str, tuple[int, ...], list[int]]] = {
+    "of a text model": ("llama", "model.layers.1.self_attn.k_proj.weight", (16, 64), [64, 64]),
+    "of a router": ("qwen3-moe", "model.layers.1.mlp.gate.weight", (4, 65), [4, 64]),
+    "of a vision tower": ("llava", "vision_tower.encoder.layers.1.mlp.fc1.bias", (49,), [48]),
+    "of a vision model's text": ("qwen3-vl", "model.language_model.layers.2.mlp.up_proj.weight", (9, 64), [96, 64]),
+    "of a name that the model changes": ("llava", "language_model.model.layers.2.mlp.up_proj.weight", (1,), [96, 64]),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_a_tensor_of_another_shape_is_refused_with_its_file(kind: str, tmp_path: Path) -> None:
+    name, tensor, shape, expected = MISFITS[kind]
+    config = changed((tiny_vision if name in tiny_vision.CONFIGS else tiny_models).save(name, tmp_path), tensor, shape)
+    with pytest.raises(ModelRefused) as refused:
+        load_model(config)
+    assert str(refused.value) == (
+        f"{str(tmp_path)!r} cannot be loaded: {tensor!r} in model.safetensors has the shape {list(shape)}, its "
+        f"configuration asks for {expected}."
+    )
+
+
+def test_an_expert_that_does_not_fit_the_others_is_refused_with_its_file(tmp_path: Path) -> None:
+    tensor = "model.layers.1.mlp.experts.2.up_proj.weight"
+    config = changed(tiny_models.save("qwen3-moe", tmp_path), tensor, (48, 63))
+    refusal = f"'{tensor}' in model.safetensors has the shape [48, 63], that of other experts has [48, 64]"
+    with pytest.raises(ModelRefused, match=re.escape(refusal)):
+        load_model(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("llama", "model.layers.1.self_attn.k_proj.weight"), ("llava", "vision_tower.pre_layrnorm.weight")],
+)
+def test_a_model_whose_weights_lack_a_tensor_is_refused(name: str, tensor: str, tmp_path: Path) -> None:
+    """transformers fills it with random numbers."""
+    config = changed((tiny_vision if name in tiny_vision.CONFIGS else tiny_models).save(name, tmp_path), tensor, None)
+    with pytest.raises(ModelRefused, match=rf"its weights lack '(model\.)?{re.escape(tensor)}'\.$"):
+        load_model(config)
+
+
+def test_many_tensors_that_do_not_fit_are_counted(tmp_path: Path) -> None:
+    folder = tiny_models.save("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+    with pytest.raises(
+        ModelRefused, match=r"\[64, 96\], its configuration asks for \[64, 128\], and 8 more do not fit"
+    ):
+        load_model(engine_config(source=str(folder)))
 
 
 def test_a_model_that_names_no_context_length_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from engines.lora.shards import Shards
 from engines.parallel.messages import ChunkMessage
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, SamplingParams
+from engines.protocol import GenerateRequest, PromptImage, SamplingParams
 from engines.tensors.batch import StepBatch, build_batch
 from engines.torch_engine import TorchEngine
 from serve_app.cli.processes import command_line
@@ -299,7 +299,9 @@ def test_a_chunk_that_was_sent_makes_the_same_batch(
     start: int, length: int, after: int, scores: bool, slot: int
 ) -> None:
     sampling = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0 if scores else None)
-    sequence = TokenSequence.of(GenerateRequest("r", prompt_of(start + length + after), sampling), NO_SINK)
+    images = (PromptImage(start, 1, "digest", {}), PromptImage(start + 3, 2, "digest", {}))
+    prompt = prompt_of(start + length + after)
+    sequence = TokenSequence.of(GenerateRequest("r", prompt, sampling, images=images), NO_SINK)
     sequence.blocks, sequence.slot = [9, 4, 7, 1, 3, 2], slot
     sent = Chunk(sequence, start, length)
     made = ChunkMessage.of(sent, 16).chunk(0)
@@ -309,6 +311,7 @@ def test_a_chunk_that_was_sent_makes_the_same_batch(
         values = getattr(one, name), getattr(other, name)
         assert values == (None, None) or torch.equal(*values), name
     assert (made.completes, made.end) == (sent.completes, sent.end)
+    assert [(image.start, image.length) for image in made.sequence.request.images] == [(start, 1), (start + 3, 2)]
 
 
 def test_a_model_without_a_plan_is_refused() -> None:

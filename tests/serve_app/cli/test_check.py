@@ -1,6 +1,8 @@
 """`python -m serve_app check` finds what a start would find, without starting anything."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +271,24 @@ def test_slugs_may_be_all_there_is(files, capsys):
     del files.raw["applications"][1:]
     assert files.check() == 0
     assert capsys.readouterr().out == f"{files.path} is valid: acme/two.\n"
+
+
+def test_up_checks_in_another_process_and_keeps_nothing_of_what_that_imported(files: Files) -> None:
+    files.path.write_text(yaml.safe_dump(files.raw))
+    program = f"""
+import sys
+from pathlib import Path
+from serve_app.cli.check import check_in_child
+print(check_in_child(Path({str(files.path)!r})).model_ids)
+print({{"torch", "transformers", "ray", "numpy"}} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == f"{[MODEL]}\nset()\n"
+
+
+def test_up_refuses_in_the_words_of_check(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    files.user_config["checkpoints"]["roots"] = ["/nowhere", "/nor/here"]
+    said = complaints(files, capsys)
+    assert len(said) == 2
+    assert main(["up", "--config", str(files.path)]) == 2
+    assert capsys.readouterr().err.splitlines() == said

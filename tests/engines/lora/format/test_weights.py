@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "excluded by expression": ("llama", {"target_modules": ["q_proj"], "exclude_modules": r".*layers\.1\..*"}),
     "the output head": ("llama", {"target_modules": ["lm_head", "q_proj"], "r": 5}),
     "the embedding": ("llama", {"target_modules": ["embed_tokens", "v_proj"], "r": 5}),
+    "an embedding that scales": ("gemma3", {"target_modules": ["embed_tokens", "v_proj"], "r": 5}),
     "tied head": ("llama-tied", {"target_modules": ["lm_head", "gate_proj"]}),
     "tied embedding": ("llama-tied", {"target_modules": ["embed_tokens"]}),
     "weights of linear layers as parameters": (
