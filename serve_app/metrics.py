@@ -144,6 +144,7 @@ class IngressMetrics:
         )
         self._labels = AdapterLabels()
         self._num_running = 0
+        self._num_refused: dict[str, int] = {}
         self.store = StoreMetrics(exporter)
 
     def request_started(self, record: "RequestRecord") -> None:
@@ -174,8 +175,14 @@ class IngressMetrics:
             _add(self._adapter_tokens, record.completion_tokens, of_adapter)
 
     def config_checked(self, refusals: Sequence[Refusal]) -> None:
-        for section in SECTIONS:
-            self._config_error.set(sum(refusal.section == section for refusal in refusals), {"section": section})
+        self._num_refused = {section: sum(one.section == section for one in refusals) for section in SECTIONS}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Set the gauges again; called about once a second. Ray drops a gauge that was not set for some 20 s."""
+        self._running.set(self._num_running)
+        for section, refused in self._num_refused.items():
+            self._config_error.set(refused, {"section": section})
 
 
 STORE_COUNTERS: Mapping[str, str] = {
