@@ -21,7 +21,8 @@ from tests.support.readme_blocks import ADDRESS, ROOT, Block, blocks, environmen
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("[a-z]*/README.md"))]
-PAGES += [ROOT / folder / "README.md" for folder in ("serve_app/images", "tests/bench", "tests/clients")]
+PAGES += [ROOT / folder / "README.md" for folder in ("serve_app/images", "cluster/examples", "tests/bench")]
+PAGES += [ROOT / "tests" / "clients" / "README.md"]
 PAGES += [ROOT / "engines" / "DECISIONS.md", ROOT / "serve_app" / "config" / "OPTIONS.md"]
 PACKAGES = ("serve_app", "engines", "renderers", "cluster", "tests")
 OF_OTHERS = {"chat_template.jinja", "checkpoint.json", "extra-openai-models.yaml"}
