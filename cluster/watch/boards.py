@@ -376,10 +376,16 @@ def dashboard(board: Board) -> Json:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "links": [{"type": "dashboards", "title": "Roundhouse", "tags": ["roundhouse"], "keepTime": True}],
+        "links": [_links()],
         "templating": {"list": [_datasource(), _models(board)]},
         "panels": list(_laid_out(board)),
     }
+
+
+def _links() -> Json:
+    """From each board to the others."""
+    which = {"type": "dashboards", "title": "Roundhouse", "tags": ["roundhouse"], "icon": "dashboard", "tooltip": ""}
+    return which | {"asDropdown": False, "includeVars": False, "keepTime": True, "targetBlank": False}
 
 
 def _datasource() -> Json:
@@ -387,14 +393,12 @@ def _datasource() -> Json:
 
 
 def _models(board: Board) -> Json:
-    query = f"label_values({board.models_of}, model)"
     return {
         "name": "model",
         "label": "Model",
         "type": "query",
         "datasource": _DATASOURCE,
-        "query": {"query": query, "refId": "models"},
-        "definition": query,
+        "query": {"query": f"label_values({board.models_of}, model)", "refId": "models"},
         "refresh": 2,  # when the time range changes
         "sort": 1,
         "multi": True,

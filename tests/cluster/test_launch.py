@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from click import Command
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts import scripts
 
@@ -16,6 +15,7 @@ from tests.support.readme_blocks import ROOT
 
 LAUNCH = ROOT / "cluster" / "launch"
 FILES = sorted(LAUNCH.glob("*.yaml"))
+SAME = ("head_start_ray_commands", "worker_start_ray_commands", "rsync_exclude", "file_mounts")
 CLOUDS = [path for path in FILES if path.stem != "on-premise"]
 
 
@@ -62,6 +62,11 @@ def test_a_machine_is_set_up_by_the_makefile_and_runs_the_ray_of_its_environment
         assert re.findall(r"(?<!/bin/)\bray (?:start|stop)", command) == []
 
 
+@pytest.mark.parametrize("section", SAME)
+def test_all_files_say_the_same_of_what_is_the_same_everywhere(section: str) -> None:
+    assert [read(path)[section] for path in FILES] == [read(FILES[0])[section]] * len(FILES)
+
+
 @pytest.mark.parametrize("path", CLOUDS, ids=named)
 def test_two_nodes_without_a_gpu_can_run_an_ingress_each_and_all_nodes_are_within_the_limit(path: Path) -> None:
     config = prepare_config(read(path))
@@ -84,11 +89,3 @@ def test_the_addresses_are_those_that_are_reserved_for_examples(path: Path) -> N
     addresses = set(re.findall(r"\b\d+\.\d+\.\d+\.\d+(?!\d|\.\w)", text)) - {"127.0.0.1"}
     assert [address for address in addresses if not address.startswith("192.0.2.")] == []
     assert set(re.findall(r"nfs4 (?:-o ro )?(\S+?):", text)) <= {"files.example.internal"}
-
-
-def test_the_page_names_only_commands_that_ray_has() -> None:
-    page = (ROOT / "cluster" / "README.md").read_text(encoding="utf-8")
-    asked = set(re.findall(r"(?:^|[\s`/])ray ([a-z][a-z-]+) ", page, re.MULTILINE))
-    assert {"up", "exec", "drain-node", "get-auth-token"} <= asked
-    assert isinstance(scripts.cli, Command)
-    assert asked - set(scripts.cli.commands) == set()

@@ -56,7 +56,7 @@ class Cluster:
         return done.stdout
 
     def on_head(self, command: str) -> str:
-        return self.ray("exec", f"cd roundhouse && .venv/bin/{command}")
+        return self.ray("exec", f"cd ~/roundhouse && .venv/bin/{command}")
 
     def deploy(self, port: int) -> str:
         return self.on_head(
