@@ -135,7 +135,7 @@ def test_a_machine_is_set_up_a_configuration_is_rolled_out_and_a_model_replies(c
     cluster.ray("rsync-up", str(folder / "development.yaml"), changed)
     cluster.deploy(port)
     eventually(lambda: httpx.post(**ask, json=body, timeout=60).status_code == 200)
-    assert httpx.post(**ask, json=body, timeout=60).json()["usage"]["completion_tokens"] == 4
+    assert 1 <= httpx.post(**ask, json=body, timeout=60).json()["usage"]["completion_tokens"] <= 4
 
 
 def test_its_nodes_can_be_listed_and_none_is_without_the_token(cluster: Cluster) -> None:
