@@ -20,7 +20,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help print-python setup setup-dev demo serve example test test-slow test-gpu test-clients format clean
+.PHONY: help print-python setup setup-dev demo serve example dashboards test test-slow test-gpu test-clients format clean
 
 # The checkout's place counts too: the package is installed in editable mode, which points to it. So what another
 # checkout installed in the same environment is not what it was once this one has.
@@ -90,6 +90,9 @@ serve: demo ## run the demo service on HOST:PORT; Ctrl-C ends it
 example: demo ## train a checkpoint and sample it through the service that runs on HOST:PORT
 	@$(VENV)/bin/python cluster/examples/train_checkpoint.py --url http://$(HOST):$(PORT)/v1 $(ARGS)
 
+dashboards: setup ## show the service that runs on PORT in Prometheus and Grafana, where they are installed; Ctrl-C ends them
+	@exec $(VENV)/bin/python cluster/watch/start.py --port $(PORT)
+
 # Tests share the machine's cores among many threads and processes: waiting threads must sleep, not spin.
 test test-slow test-gpu test-clients: export OMP_WAIT_POLICY = passive
 test test-slow: export OMP_NUM_THREADS = 1
@@ -105,7 +108,7 @@ test: setup-dev demo ## format, lint, import contracts, types and all tests but 
 	@$(VENV)/bin/lint-imports
 	@echo '==> Types'
 	@$(VENV)/bin/mypy
-	@$(VENV)/bin/mypy cluster/*.py cluster/examples/*.py
+	@$(VENV)/bin/mypy cluster/*.py cluster/examples/*.py cluster/watch/*.py
 	@echo '==> Tests'
 	@$(VENV)/bin/python -m pytest -n $(WORKERS)
 

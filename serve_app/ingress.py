@@ -79,6 +79,7 @@ class Ingress:
         the reason of the failed deployment.
         """
         REPLICA_REPORTS.controller_called()
+        self._metrics.refresh()
         self._service.require_configuration()
 
     async def __del__(self) -> None:

@@ -182,6 +182,7 @@ class IngressMetrics:
         )
         self._labels = AdapterLabels()
         self._num_running = 0
+        self._num_refused: dict[str, int] = {}
         self.store = StoreMetrics(exporter)
         self.ledger = LedgerMetrics(exporter)
 
@@ -223,8 +224,14 @@ class IngressMetrics:
             self._endpoint_requests.inc(1, of_endpoint | {"outcome": record.outcome.value})
 
     def config_checked(self, refusals: Sequence[Refusal]) -> None:
-        for section in SECTIONS:
-            self._config_error.set(sum(refusal.section == section for refusal in refusals), {"section": section})
+        self._num_refused = {section: sum(one.section == section for one in refusals) for section in SECTIONS}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Set the gauges again; called about once a second. Ray drops a gauge that was not set for some 20 s."""
+        self._running.set(self._num_running)
+        for section, refused in self._num_refused.items():
+            self._config_error.set(refused, {"section": section})
 
 
 STORE_COUNTERS: Mapping[str, str] = {

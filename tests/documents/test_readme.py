@@ -21,7 +21,14 @@ from tests.support.readme_blocks import ADDRESS, ROOT, Block, blocks, environmen
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("[a-z]*/README.md"))]
-_ROOMS = ("serve_app/images", "serve_app/ledger", "serve_app/marketplace", "tests/bench", "tests/clients")
+_ROOMS = (
+    "serve_app/images",
+    "serve_app/ledger",
+    "serve_app/marketplace",
+    "cluster/examples",
+    "tests/bench",
+    "tests/clients",
+)
 PAGES += [ROOT / folder / "README.md" for folder in _ROOMS]
 PAGES += [ROOT / "engines" / "DECISIONS.md", ROOT / "serve_app" / "config" / "OPTIONS.md"]
 PACKAGES = ("serve_app", "engines", "renderers", "cluster", "tests")

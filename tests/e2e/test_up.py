@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,9 @@ import pytest
 import yaml
 
 from serve_app.config.deploy import free_port
-from tests.support.running_up import KEY, MODEL, Up, processes, title, with_catalogue, write
+from tests.support.running_up import KEY, MODEL, Up, plain_environment, processes, title, with_catalogue, write
 from tests.support.waiting import eventually
+from tests.support.watching import WATCH, Prometheus, tool
 
 # What listens where other machines reach it although the service's host is 127.0.0.1, and why that must be.
 LISTEN_ELSEWHERE = {
@@ -108,6 +110,23 @@ def test_the_dashboard_turns_away_who_has_no_token(running):
     (line,) = [line for line in up.printed if "dashboard: " in line and "token" in line]
     reply = httpx.get(f"{line.split()[1]}/api/serve/applications/")
     assert reply.status_code == 401
+
+
+@pytest.mark.slow
+def test_prometheus_beside_it_reads_its_metrics(running):
+    """What `make dashboards` runs, where Prometheus is installed."""
+    tool("prometheus")
+    up, url = running
+    port = free_port()
+    command = [sys.executable, str(WATCH / "start.py"), "--port", url.rpartition(":")[2]]
+    command += ["--prometheus-port", str(port)]
+    with subprocess.Popen(command, env={**plain_environment(), "TMPDIR": up.folder}) as watching:
+        prometheus = Prometheus(f"http://127.0.0.1:{port}/api/v1")
+        eventually(prometheus.is_up)
+        eventually(lambda: prometheus.ask("ray_roundhouse_engine_blocks"), 60)
+        assert prometheus.ask('min(up{job="ray"})')[0]["value"][1] == "1"
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(30) == 0
 
 
 def test_rays_own_tools_work_by_the_line_that_it_prints(running):

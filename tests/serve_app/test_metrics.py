@@ -303,6 +303,20 @@ def test_what_is_refused_of_a_configuration_is_counted_by_section_and_forgotten_
     assert counted() == nothing
 
 
+def test_gauges_are_set_again_though_nothing_happens_because_ray_forgets_those_that_are_not() -> None:
+    readable = ReadableMetrics()
+    metrics = IngressMetrics(readable.exporter)
+    metrics.config_checked([Refusal("models", "It is wrong.")])
+    metrics.request_started(RequestRecord("id", "POST", "/v1/completions"))
+    gauges = [readable.metrics[f"roundhouse_{name}"].values for name in ("config_error", "requests_running")]
+    before = [[list(seen) for seen in values.values()] for values in gauges]
+    metrics.refresh()
+    after = [[list(seen) for seen in values.values()] for values in gauges]
+    assert after == [[[*seen, seen[-1]] for seen in values] for values in before]
+    assert readable.last("roundhouse_config_error", section="models") == 1
+    assert readable.last("roundhouse_requests_running") == 1
+
+
 def use_checkpoints(edge: RunningEdge, cache: Path) -> None:
     """One of a folder, and two of a remote root, for which the cache has room one at a time."""
     assert edge.complete(model="tinker://local/sampler_weights/1", max_tokens=2).status_code == 200

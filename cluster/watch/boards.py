@@ -1,0 +1,458 @@
+#!/usr/bin/env python3
+"""The Grafana boards: what each shows, and the JSON files made from it.
+
+    python cluster/watch/boards.py        writes boards/*.json anew; a test compares them with this file
+
+A Grafana file has some forty lines per panel, of which three say what is shown. So the boards are described here.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "boards"
+
+Json = dict[str, Any]  # Grafana's own format
+
+_PANELS_PER_ROW = 3
+_WIDTH = 24 // _PANELS_PER_ROW  # Grafana's grid has 24 columns
+_HEIGHT = 8
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_QUANTILES = (0.5, 0.95, 0.99)
+API = 'endpoint!="other"'  # without probes, which fail while a service starts
+STARTS = 'ray_serve_deployment_replica_starts_total{deployment="engine"}'  # a series of each replica, of value 1
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """`queries`: PromQL by legend; a legend may hold labels as `{{model}}`. `unit`: one of Grafana's unit ids."""
+
+    title: str
+    queries: Mapping[str, str]
+    unit: str = "short"
+    about: str = ""
+    stacked: bool = False
+    most: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """`models_of`: the metric whose label `model` fills the board's list of models."""
+
+    uid: str
+    title: str
+    about: str
+    models_of: str
+    rows: Mapping[str, Sequence[Panel]] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.uid.removeprefix('roundhouse-')}.json"
+
+
+def rate(metric: str, by: str = "model", where: str = 'model=~"$model"') -> str:
+    return f"sum by ({by}) (rate({metric}{{{where}}}[$__rate_interval]))"
+
+
+def mean(of: str, per: str, by: str = "model") -> str:
+    """The growth of one counter per growth of another."""
+    return f"{rate(of, by)} / {rate(per, by)}"
+
+
+def quantiles(histogram: str) -> dict[str, str]:
+    buckets = rate(f"{histogram}_bucket", "le, model")
+    return {f"{{{{model}}}} {quantile:.0%}": f"histogram_quantile({quantile}, {buckets})" for quantile in _QUANTILES}
+
+
+def gauge(metric: str, by: str = "model", *, of: str = "sum") -> str:
+    return f'{of} by ({by}) ({metric}{{model=~"$model"}})'
+
+
+SERVICE = Board(
+    "roundhouse-service",
+    "Roundhouse: service",
+    "What callers see: requests, waiting times, tokens, refusals; and whether everything is up.",
+    "ray_roundhouse_requests_total",
+    {
+        "Requests": [
+            Panel("Requests per second", {"{{model}}": rate("ray_roundhouse_requests_total")}, "reqps", stacked=True),
+            Panel(
+                "Requests per second, by status",
+                {"{{status}}": rate("ray_roundhouse_requests_total", "status", API)},
+                "reqps",
+                "Also those that were refused before their model was known.",
+                stacked=True,
+            ),
+            Panel(
+                "Requests per second, by end",
+                {"{{outcome}}": rate("ray_roundhouse_requests_total", "outcome", API)},
+                "reqps",
+                "refused: the caller's fault; failed: ours; left: the client went away; unread: it did not read.",
+                stacked=True,
+            ),
+            Panel("Requests that are running", {"all": "sum(ray_roundhouse_requests_running)"}),
+            Panel(
+                "Requests per second, by endpoint",
+                {"{{endpoint}}": rate("ray_roundhouse_requests_total", "endpoint", API)},
+                "reqps",
+                stacked=True,
+            ),
+            Panel(
+                "Requests per second, by key",
+                {"{{key}}": f"topk(10, {rate('ray_roundhouse_requests_total', 'key', API)})"},
+                "reqps",
+                stacked=True,
+            ),
+        ],
+        "Times": [
+            Panel("Time to the first token", quantiles("ray_roundhouse_first_token_seconds"), "s"),
+            Panel("Time to the end of a request", quantiles("ray_roundhouse_request_seconds"), "s"),
+            Panel(
+                "Time of one step of the engine",
+                {"{{model}}": mean("ray_roundhouse_engine_step_seconds_total", "ray_roundhouse_engine_steps_total")},
+                "s",
+                "The mean. A running request gets a token in each step that is not for prompts alone.",
+            ),
+        ],
+        "Tokens": [
+            Panel(
+                "Completion tokens per second",
+                {"{{model}}": rate("ray_roundhouse_completion_tokens_total")},
+                stacked=True,
+            ),
+            Panel("Prompt tokens per second", {"{{model}}": rate("ray_roundhouse_prompt_tokens_total")}, stacked=True),
+            Panel(
+                "Prompt tokens from the prefix cache",
+                {"{{model}}": mean("ray_roundhouse_cached_tokens_total", "ray_roundhouse_prompt_tokens_total")},
+                "percentunit",
+                most=1,
+            ),
+            Panel(
+                "Completion tokens per second, by key",
+                {"{{key}}": f"topk(10, {rate('ray_roundhouse_completion_tokens_total', 'key')})"},
+                stacked=True,
+            ),
+            Panel(
+                "Tool calls that did not parse, per second",
+                {"{{model}}": rate("ray_roundhouse_replies_unparsed_total")},
+                about="Such a reply is returned whole, as text.",
+            ),
+        ],
+        "State": [
+            Panel(
+                "Replicas that run",
+                {
+                    "{{application}} {{deployment}}": "sum by (application, deployment) "
+                    "(ray_serve_deployment_replica_healthy)"
+                },
+            ),
+            Panel(
+                "Parts of the configuration that were refused",
+                {"{{section}}": "max by (section) (ray_roundhouse_config_error)"},
+                about="The log and /readyz name them.",
+            ),
+            Panel("Nodes that are scraped", {"nodes": 'sum(up{job="ray"})'}),
+        ],
+    },
+)
+
+ENGINE = Board(
+    "roundhouse-engine",
+    "Roundhouse: engine",
+    "What each model's replicas do: batch, queue, KV cache, steps.",
+    "ray_roundhouse_engine_blocks",
+    {
+        "Load": [
+            Panel("Requests in the batch", {"{{model}}": gauge("ray_roundhouse_engine_running")}, stacked=True),
+            Panel("Requests in the queue", {"{{model}}": gauge("ray_roundhouse_engine_waiting")}, stacked=True),
+            Panel(
+                "Busiest replica beside the average",
+                {
+                    "{{model}}": f"{gauge('ray_roundhouse_engine_running', of='max')} "
+                    f"/ {gauge('ray_roundhouse_engine_running', of='avg')}"
+                },
+                about="1: all replicas of the model have as many requests.",
+            ),
+            Panel(
+                "Requests of each replica",
+                {
+                    "{{model}} {{replica}}": gauge("ray_roundhouse_engine_running", "model, replica")
+                    + " + "
+                    + gauge("ray_roundhouse_engine_waiting", "model, replica")
+                },
+            ),
+            Panel(
+                "Requests that ended, per second",
+                {
+                    "{{model}} finished": rate("ray_roundhouse_engine_finished_total"),
+                    "{{model}} cancelled": rate("ray_roundhouse_engine_aborted_total"),
+                    "{{model}} failed": rate("ray_roundhouse_engine_failed_requests_total"),
+                },
+                "reqps",
+            ),
+            Panel(
+                "Requests accepted, per second", {"{{model}}": rate("ray_roundhouse_engine_requests_total")}, "reqps"
+            ),
+        ],
+        "KV cache": [
+            Panel(
+                "KV cache in use",
+                {
+                    "{{model}}": f"1 - {gauge('ray_roundhouse_engine_blocks_free')} "
+                    f"/ {gauge('ray_roundhouse_engine_blocks')}"
+                },
+                "percentunit",
+                "Blocks that running requests use.",
+                most=1,
+            ),
+            Panel(
+                "KV cache that holds prefixes",
+                {
+                    "{{model}}": f"{gauge('ray_roundhouse_engine_blocks_cached')} "
+                    f"/ {gauge('ray_roundhouse_engine_blocks')}"
+                },
+                "percentunit",
+                "Free blocks whose content a later prompt can use.",
+                most=1,
+            ),
+            Panel(
+                "Preemptions per second",
+                {"{{model}}": rate("ray_roundhouse_engine_preemptions_total")},
+                about="Of running requests, for lack of a block or for another key's turn. They are computed again.",
+            ),
+            Panel(
+                "Prompt tokens from the prefix cache, by replica",
+                {
+                    "{{model}} {{replica}}": mean(
+                        "ray_roundhouse_engine_cached_tokens_total",
+                        "ray_roundhouse_engine_prompt_tokens_total",
+                        "model, replica",
+                    )
+                },
+                "percentunit",
+                most=1,
+            ),
+        ],
+        "Work": [
+            Panel(
+                "Tokens computed per second",
+                {
+                    "{{model}} prefill": rate("ray_roundhouse_engine_prefill_tokens_total"),
+                    "{{model}} decode": rate("ray_roundhouse_engine_decode_tokens_total"),
+                },
+            ),
+            Panel("Tokens sampled per second", {"{{model}}": rate("ray_roundhouse_engine_generated_tokens_total")}),
+            Panel("Steps per second", {"{{model}}": rate("ray_roundhouse_engine_steps_total")}),
+            Panel(
+                "Tokens sampled per step",
+                {
+                    "{{model}}": mean(
+                        "ray_roundhouse_engine_generated_tokens_total", "ray_roundhouse_engine_steps_total"
+                    )
+                },
+                about="How full the batch is.",
+            ),
+            Panel(
+                "Time in steps",
+                {"{{model}} {{replica}}": rate("ray_roundhouse_engine_step_seconds_total", "model, replica")},
+                "percentunit",
+                "1: the engine has no pause.",
+            ),
+        ],
+        "Health": [
+            Panel(
+                "Time since the last step while requests wait",
+                {"{{model}} {{replica}}": gauge("ray_roundhouse_engine_stalled_seconds", "model, replica", of="max")},
+                "s",
+            ),
+            Panel(
+                "Engines that failed",
+                {"{{model}}": gauge("ray_roundhouse_engine_failed")},
+                about="Serve replaces their replicas.",
+            ),
+            Panel(
+                "Replicas that were replaced within half an hour",
+                {
+                    "{{application}}": f"count by (application) (count_over_time({STARTS}[30m])) "
+                    f"- max_over_time(count by (application) ({STARTS})[30m:1m])"
+                },
+                about="All that lived in that time, less the most that lived at a time.",
+            ),
+        ],
+    },
+)
+
+ADAPTERS = Board(
+    "roundhouse-adapters",
+    "Roundhouse: adapters",
+    "Checkpoints: which are used, how they are loaded, and whether they fit.",
+    "ray_roundhouse_engine_adapter_slots",
+    {
+        "Use": [
+            Panel(
+                "Requests per second, by adapter",
+                {"{{adapter}}": f"topk(10, {rate('ray_roundhouse_adapter_requests_total', 'adapter')})"},
+                "reqps",
+                "The first characters of the adapter's digest; rarely used ones share `other`.",
+                stacked=True,
+            ),
+            Panel(
+                "Completion tokens per second, by adapter",
+                {"{{adapter}}": f"topk(10, {rate('ray_roundhouse_adapter_completion_tokens_total', 'adapter')})"},
+                stacked=True,
+            ),
+            Panel(
+                "Requests with an adapter, per second, by base model",
+                {"{{model}}": rate("ray_roundhouse_adapter_requests_total")},
+                "reqps",
+                stacked=True,
+            ),
+        ],
+        "Slots": [
+            Panel(
+                "Slots in use",
+                {
+                    "{{model}} loaded": gauge("ray_roundhouse_engine_adapters_loaded"),
+                    "{{model}} in running requests": gauge("ray_roundhouse_engine_adapters_pinned"),
+                    "{{model}} slots": gauge("ray_roundhouse_engine_adapter_slots"),
+                },
+            ),
+            Panel(
+                "Slots that running requests hold, of the fullest replica",
+                {
+                    "{{model}}": 'max by (model) (ray_roundhouse_engine_adapters_pinned{model=~"$model"} '
+                    '/ ray_roundhouse_engine_adapter_slots{model=~"$model"})'
+                },
+                "percentunit",
+                "At 1, a request with another adapter waits for one of these to end.",
+                most=1,
+            ),
+            Panel("Evictions per second", {"{{model}}": rate("ray_roundhouse_engine_adapter_evictions_total")}),
+        ],
+        "Loading": [
+            Panel("Loads per second", {"{{model}}": rate("ray_roundhouse_engine_adapter_loads_total")}),
+            Panel(
+                "Time of one load",
+                {
+                    "{{model}}": mean(
+                        "ray_roundhouse_engine_adapter_load_seconds_total", "ray_roundhouse_engine_adapter_loads_total"
+                    )
+                },
+                "s",
+                "The mean, from the start of a read to the step that takes the adapter in.",
+            ),
+            Panel(
+                "Refusals per second",
+                {"{{model}}": rate("ray_roundhouse_engine_adapter_refusals_total")},
+                about="Adapters that the model cannot apply. Their callers get 422.",
+            ),
+        ],
+        "Checkpoint store": [
+            Panel("Read from folders, per second", {"reads": rate("ray_roundhouse_checkpoint_reads_total", "job", "")}),
+            Panel("Downloaded, per second", {"downloads": rate("ray_roundhouse_checkpoint_fetches_total", "job", "")}),
+            Panel(
+                "Dropped from the disk cache, per second",
+                {"dropped": rate("ray_roundhouse_checkpoint_evictions_total", "job", "")},
+            ),
+        ],
+    },
+)
+
+BOARDS = (SERVICE, ENGINE, ADAPTERS)
+
+
+def dashboard(board: Board) -> Json:
+    """The board in Grafana's format, schema version 39 (Grafana 11 and later read it)."""
+    return {
+        "uid": board.uid,
+        "title": board.title,
+        "description": board.about,
+        "tags": ["roundhouse"],
+        "schemaVersion": 39,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "links": [_links()],
+        "templating": {"list": [_datasource(), _models(board)]},
+        "panels": list(_laid_out(board)),
+    }
+
+
+def _links() -> Json:
+    """From each board to the others."""
+    which = {"type": "dashboards", "title": "Roundhouse", "tags": ["roundhouse"], "icon": "dashboard", "tooltip": ""}
+    return which | {"asDropdown": False, "includeVars": False, "keepTime": True, "targetBlank": False}
+
+
+def _datasource() -> Json:
+    return {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+
+
+def _models(board: Board) -> Json:
+    return {
+        "name": "model",
+        "label": "Model",
+        "type": "query",
+        "datasource": _DATASOURCE,
+        "query": {"query": f"label_values({board.models_of}, model)", "refId": "models"},
+        "refresh": 2,  # when the time range changes
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".+",
+        "current": {"text": ["All"], "value": ["$__all"]},
+    }
+
+
+def _laid_out(board: Board) -> Iterator[Json]:
+    """Rows and panels from top to bottom, with the numbers and places that Grafana wants."""
+    number, top = 1, 0
+    for title, panels in board.rows.items():
+        place = {"h": 1, "w": 24, "x": 0, "y": top}
+        yield {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+        number, top = number + 1, top + 1
+        for index, panel in enumerate(panels):
+            down, right = divmod(index, _PANELS_PER_ROW)
+            place = {"h": _HEIGHT, "w": _WIDTH, "x": right * _WIDTH, "y": top + down * _HEIGHT}
+            yield _panel(panel, number, place)
+            number += 1
+        top += -(-len(panels) // _PANELS_PER_ROW) * _HEIGHT
+
+
+def _panel(panel: Panel, number: int, place: Json) -> Json:
+    custom: Json = {"fillOpacity": 10, "lineWidth": 1, "showPoints": "never"}
+    if panel.stacked:
+        custom |= {"fillOpacity": 40, "stacking": {"group": "A", "mode": "normal"}}
+    limits = {"min": 0} if panel.most is None else {"min": 0, "max": panel.most}
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": _DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom, **limits}, "overrides": []},
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": _DATASOURCE, "expr": expression, "legendFormat": legend}
+            for index, (legend, expression) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def text(board: Board) -> str:
+    """What the file of the board holds."""
+    return json.dumps(dashboard(board), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    for each in BOARDS:
+        each.path.write_text(text(each), encoding="utf-8")
+        print(each.path)

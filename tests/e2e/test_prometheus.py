@@ -1,0 +1,142 @@
+"""A real Prometheus scrapes the running service, and answers every expression of the boards and the alert rules."""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.conftest import Service
+from tests.e2e.service_config import DEMO, GROWING, MODEL, with_demo
+from tests.support.demo_modules import ROOT
+from tests.support.waiting import eventually
+from tests.support.watching import Prometheus, alerts, expressions, metrics_in, running_prometheus
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+CHECKPOINTS = ["tinker://demo/sampler_weights/quill", "tinker://demo/sampler_weights/tools"]
+REFUSED = "tinker://demo/sampler_weights/wide"
+# Counted only when something goes wrong or a remote store is used, neither of which happens here. Ray exports a counter
+# from its first count on.
+SILENT = {
+    "ray_roundhouse_replies_unparsed_total",
+    "ray_roundhouse_engine_preemptions_total",
+    "ray_roundhouse_engine_failed_requests_total",
+    "ray_roundhouse_engine_aborted_total",
+    "ray_roundhouse_checkpoint_fetches_total",
+    "ray_roundhouse_checkpoint_evictions_total",
+}
+# Alerts that look at failures, or at what is absent.
+NEVER_HERE = {"alert RoundhouseGone", "alert RoundhouseRequestsFail", "alert RoundhouseRefusesForLoad"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The two shipped checkpoints, and one of a higher rank than the model takes."""
+    root = tmp_path_factory.mktemp("store")
+    shipped = ROOT / "cluster" / "examples" / "checkpoints"
+    shutil.copytree(shipped, root / "demo" / "sampler_weights")
+    wide = shutil.copytree(shipped / "quill", root / "demo" / "sampler_weights" / "wide")
+    config = wide / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 3', '"r": 512'))
+    (wide / "checkpoint.json").write_text(json.dumps({"base_model": DEMO}))  # without the sum of the shipped files
+    return root
+
+
+@pytest.fixture(scope="module")
+def watched(session_service: Service, store: Path) -> Iterator[Service]:
+    """The session's service with the demo on the torch engine, which has room for one adapter at a time."""
+    config = with_demo(session_service.config, store, max_adapters=1, threads=1)
+    with session_service.serving(DEMO, config) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def prometheus(watched: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    with running_prometheus(discovery(folder), folder) as running:
+        yield running
+
+
+def discovery(folder: Path) -> Path:
+    """The file that Ray's dashboard writes, by the code that it runs: the Ray of these tests has no dashboard."""
+    import ray
+    from ray._private.metrics_agent import PrometheusServiceDiscoveryWriter
+
+    writer = PrometheusServiceDiscoveryWriter(ray.get_runtime_context().gcs_address, str(folder))
+    writer.write()
+    return Path(writer.get_target_file_name())
+
+
+def traffic(service: Service) -> None:
+    """Requests of every kind that a board shows: of both engines, with adapters that take each other's place, with
+    prompts that begin alike, and some that are refused.
+    """
+    sdk = service.sdk(max_retries=0)
+    asked = [MODEL, MODEL, DEMO, *CHECKPOINTS, *CHECKPOINTS, REFUSED, "unknown/model"]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda model: ask(sdk, model), asked))
+
+
+def ask(sdk: openai.OpenAI, model: str) -> None:
+    prompt = "Once upon a time there was a king who had three daughters, and every one of them had a garden. " * 2
+    try:
+        sdk.completions.create(model=model, prompt=prompt, max_tokens=8, temperature=0)
+    except (openai.NotFoundError, openai.UnprocessableEntityError):
+        assert model in (REFUSED, "unknown/model")
+
+
+def always_answered(expression: str) -> str:
+    """Without the filter of a comparison: 1 or 0 for each series that the alert looks at."""
+    return re.sub(r"\s(>|<|==) (?=[\d.])", r" \1 bool ", re.sub(r"\[\d+m\]", "[1m]", expression))
+
+
+def without_data(service: Service, prometheus: Prometheus) -> dict[str, str]:
+    """The expressions that have no answer yet, after some more traffic."""
+    traffic(service)
+    return {
+        name: expression
+        for name, expression in expressions().items()
+        if name not in NEVER_HERE
+        and not metrics_in(expression) & SILENT
+        and not prometheus.ask(always_answered(expression))
+    }
+
+
+def test_every_expression_with_traffic_returns_data(watched: Service, prometheus: Prometheus) -> None:
+    with contextlib.suppress(AssertionError):  # the one below names what is missing
+        eventually(lambda: not without_data(watched, prometheus), 120)
+    assert without_data(watched, prometheus) == {}
+
+
+def test_every_expression_is_evaluated_without_an_error(prometheus: Prometheus) -> None:
+    for expression in expressions().values():
+        prometheus.ask(expression)
+
+
+def test_the_rules_are_healthy_and_a_good_service_raises_no_alarm(prometheus: Prometheus) -> None:
+    def rules() -> list[dict[str, Any]]:
+        return [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+
+    eventually(lambda: all(rule["health"] != "unknown" for rule in rules()))
+    assert sorted(rule["name"] for rule in rules()) == sorted(alert["alert"] for alert in alerts())
+    assert {rule["name"]: rule["lastError"] for rule in rules() if rule["health"] != "ok"} == {}
+    critical = {alert["alert"] for alert in alerts() if alert["labels"]["severity"] == "critical"}
+    assert critical & {rule["name"] for rule in rules() if rule["state"] == "firing"} == set()
+
+
+def test_what_the_service_did_is_what_prometheus_shows(watched: Service, prometheus: Prometheus) -> None:
+    """On a model that no other test of this file asks."""
+    watched.sdk().completions.create(model=GROWING, prompt="x", max_tokens=7)
+    for metric, value in {"completion_tokens_total": "7", "first_token_seconds_count": "1"}.items():
+        shown = f'sum(ray_roundhouse_{metric}{{model="{GROWING}"}})'
+        eventually(partial(prometheus.ask, shown), 60)
+        (series,) = prometheus.ask(shown)
+        assert series["value"][1] == value
