@@ -1,12 +1,14 @@
-"""The fixture over `slugs.py`; a test module takes it beside those of `edge_fixtures.py`."""
+"""The fixtures over `slugs.py`; a test module takes them beside those of `edge_fixtures.py`."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.harness import RunningEdge
-from tests.support.slugs import Sell, slug
+from tests.support.slugs import THEIR_KEY, Sell, slug
+from tests.support.upstream import Upstream, running_upstream
 
 
 @pytest.fixture
@@ -20,3 +22,16 @@ def sell(edge: RunningEdge) -> Iterator[Sell]:
 
     yield sell
     edge.reconfigure()
+
+
+@pytest.fixture
+def upstream() -> Iterator[Upstream]:
+    with running_upstream() as running:
+        yield running
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> dict[str, str]:
+    path = tmp_path / "key"
+    path.write_text(THEIR_KEY + "\n")
+    return {"file": str(path)}

@@ -6,11 +6,13 @@ from typing import Any
 
 import httpx
 
+from serve_app.api.record import RequestRecord
 from serve_app.marketplace.health import Health
 from serve_app.marketplace.slugs import Endpoint
 from tests.support.harness import BASE, KEY, RunningEdge
 
 SLUG = "acme/tri"
+THEIR_KEY = "sk-the-key-of-the-upstream"
 FAST = {"connect_timeout_s": 1.0, "first_byte_timeout_s": 1.0, "idle_timeout_s": 1.0, "total_timeout_s": 20.0}
 
 Sell = Callable[..., None]
@@ -66,6 +68,12 @@ def listed(edge: RunningEdge, name: str = SLUG, *, secret: str = KEY) -> Any:
         response = client.get(f"/models/{name}/endpoints")
     assert response.status_code == 200, response.text
     return response.json()["data"]
+
+
+def last_record(edge: RunningEdge) -> RequestRecord:
+    """Of the request that ended last."""
+    edge.wait_until_idle()
+    return edge.recorder.ended[-1]
 
 
 @dataclass
