@@ -11,7 +11,7 @@ import pytest
 from serve_app.metrics import EngineMetrics, Exporter, IngressMetrics
 from tests.support.readable_metrics import ReadableMetrics
 from tests.support.readme_blocks import ROOT, environment
-from tests.support.watching import WATCH, alerts, boards, expressions, metrics_in, start, tool
+from tests.support.watching import WATCH, alerts, boards, expressions, grafana, metrics_in, start, tool
 
 PAGE = (ROOT / "cluster" / "README.md").read_text(encoding="utf-8")
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
@@ -21,7 +21,7 @@ OF_SERVE = {"ray_serve_deployment_replica_healthy", "ray_serve_deployment_replic
 
 @pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.path.stem)
 def test_the_file_of_a_board_is_made_from_its_description(board: Any) -> None:
-    assert board.path.read_text(encoding="utf-8") == boards.text(board), "python cluster/watch/boards.py makes it anew"
+    assert board.path.read_text(encoding="utf-8") == grafana.text(board), "python cluster/watch/boards.py makes it anew"
 
 
 def test_every_file_of_a_board_has_a_description() -> None:
@@ -30,7 +30,7 @@ def test_every_file_of_a_board_has_a_description() -> None:
 
 @pytest.mark.parametrize("board", boards.BOARDS, ids=lambda board: board.path.stem)
 def test_the_panels_of_a_board_have_numbers_of_their_own_and_do_not_overlap(board: Any) -> None:
-    panels = boards.dashboard(board)["panels"]
+    panels = grafana.dashboard(board)["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = [panel["gridPos"] for panel in panels]
     cells = [
@@ -126,6 +126,6 @@ def test_without_a_service_it_says_so(tmp_path: Path) -> None:
 
 def test_a_board_is_json_that_grafana_reads_as_one() -> None:
     for board in boards.BOARDS:
-        read = json.loads(boards.text(board))
+        read = json.loads(grafana.text(board))
         assert read["uid"] == board.uid
         assert {variable["name"] for variable in read["templating"]["list"]} == {"datasource", "model"}

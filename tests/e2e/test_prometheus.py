@@ -13,8 +13,9 @@ from typing import Any
 import openai
 import pytest
 
+from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from tests.e2e.conftest import Service
-from tests.e2e.service_config import DEMO, GROWING, MODEL, with_demo
+from tests.e2e.service_config import DEMO, MODEL, with_demo
 from tests.support.demo_modules import ROOT
 from tests.support.waiting import eventually
 from tests.support.watching import Prometheus, alerts, expressions, metrics_in, running_prometheus
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CHECKPOINTS = ["tinker://demo/sampler_weights/quill", "tinker://demo/sampler_weights/tools"]
 REFUSED = "tinker://demo/sampler_weights/wide"
+ONLY_HERE = "tinker://demo/sampler_weights/only-here"
 # Counted only when something goes wrong or a remote store is used, neither of which happens here. Ray exports a counter
 # from its first count on.
 SILENT = {
@@ -39,14 +41,17 @@ NEVER_HERE = {"alert RoundhouseGone", "alert RoundhouseRequestsFail", "alert Rou
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The two shipped checkpoints, and one of a higher rank than the model takes."""
+    """The two shipped checkpoints, one of a higher rank than the model takes, and one with a digest of its own."""
     root = tmp_path_factory.mktemp("store")
     shipped = ROOT / "cluster" / "examples" / "checkpoints"
     shutil.copytree(shipped, root / "demo" / "sampler_weights")
-    wide = shutil.copytree(shipped / "quill", root / "demo" / "sampler_weights" / "wide")
-    config = wide / "adapter_config.json"
-    config.write_text(config.read_text().replace('"r": 3', '"r": 512'))
-    (wide / "checkpoint.json").write_text(json.dumps({"base_model": DEMO}))  # without the sum of the shipped files
+    changes = {"wide": ('"r": 3', '"r": 512'), "only-here": ('"lora_dropout": 0.0', '"lora_dropout": 0.5')}
+    for name, (before, after) in changes.items():
+        folder = shutil.copytree(shipped / "quill", root / "demo" / "sampler_weights" / name)
+        config = (folder / CONFIG_FILE).read_text()
+        assert before in config
+        (folder / CONFIG_FILE).write_text(config.replace(before, after))
+        (folder / "checkpoint.json").write_text(json.dumps({"base_model": DEMO}))  # without the sums of the files
     return root
 
 
@@ -132,11 +137,13 @@ def test_the_rules_are_healthy_and_a_good_service_raises_no_alarm(prometheus: Pr
     assert critical & {rule["name"] for rule in rules() if rule["state"] == "firing"} == set()
 
 
-def test_what_the_service_did_is_what_prometheus_shows(watched: Service, prometheus: Prometheus) -> None:
-    """On a model that no other test of this file asks."""
-    watched.sdk().completions.create(model=GROWING, prompt="x", max_tokens=7)
-    for metric, value in {"completion_tokens_total": "7", "first_token_seconds_count": "1"}.items():
-        shown = f'sum(ray_roundhouse_{metric}{{model="{GROWING}"}})'
+def test_what_the_service_did_is_what_prometheus_shows(watched: Service, prometheus: Prometheus, store: Path) -> None:
+    """By an adapter that no other test asks for."""
+    usage = watched.sdk().completions.create(model=ONLY_HERE, prompt="x", max_tokens=7).usage
+    folder = store / "demo" / "sampler_weights" / "only-here"
+    digest = adapter_digest((folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes())
+    for metric, value in {"requests": 1, "completion_tokens": usage.completion_tokens}.items():
+        shown = f'sum(ray_roundhouse_adapter_{metric}_total{{adapter="{digest[:12]}"}})'
         eventually(partial(prometheus.ask, shown), 60)
         (series,) = prometheus.ask(shown)
-        assert series["value"][1] == value
+        assert float(series["value"][1]) == value

@@ -28,6 +28,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 KEY = "rh-on-premise-key"
+APPLICATIONS = {"api", "tiny-vision", "images"}
 RAY = str(Path(sys.executable).with_name("ray"))
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_USAGE_STATS_ENABLED=0"
 
@@ -56,12 +57,14 @@ class Cluster:
         return done.stdout
 
     def on_head(self, command: str) -> str:
-        return self.ray("exec", f"cd ~/roundhouse && .venv/bin/{command}")
+        return self.ray("exec", f"export RAY_AUTH_MODE=token; cd ~/roundhouse && .venv/bin/{command}")
 
     def deploy(self, port: int) -> str:
-        return self.on_head(
-            "python -m serve_app deploy --config cluster/serve/development.yaml "
-            f"--address http://127.0.0.1:{self.dashboard} --host 127.0.0.1 --port {port}"
+        """By the page's command, which finds the token by itself."""
+        return self.ray(
+            "exec",
+            "cd ~/roundhouse && .venv/bin/python -m serve_app deploy --config cluster/serve/development.yaml "
+            f"--address http://127.0.0.1:{self.dashboard} --host 127.0.0.1 --port {port}",
         )
 
 
@@ -122,7 +125,7 @@ def ready(port: int) -> bool:
 def test_a_machine_is_set_up_a_configuration_is_rolled_out_and_a_model_replies(cluster: Cluster, folder: Path) -> None:
     port = free_port()
     said = cluster.deploy(port)
-    assert {"api runs.", "tiny-vision runs.", "images runs."} <= {line.strip() for line in said.splitlines()}
+    assert {f"{name} runs." for name in APPLICATIONS} <= {line.strip() for line in said.splitlines()}
     eventually(lambda: ready(port), 60)
     body = {"model": "roundhouse/tiny-vision", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     ask = {"url": f"http://127.0.0.1:{port}/v1/chat/completions", "headers": {"authorization": f"Bearer {KEY}"}}
@@ -139,5 +142,8 @@ def test_a_machine_is_set_up_a_configuration_is_rolled_out_and_a_model_replies(c
 
 
 def test_its_nodes_can_be_listed_and_none_is_without_the_token(cluster: Cluster) -> None:
-    assert "ALIVE" in cluster.on_head(f"ray list nodes --address http://127.0.0.1:{cluster.dashboard}")
+    address = f"http://127.0.0.1:{cluster.dashboard}"
+    assert "ALIVE" in cluster.on_head(f"ray list nodes --address {address}")
+    status = cluster.on_head(f"serve status --address {address}")
+    assert [name for name in APPLICATIONS if f"  {name}:" not in status] == []
     assert httpx.get(f"http://127.0.0.1:{cluster.dashboard}/api/serve/applications/").status_code == 401

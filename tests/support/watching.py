@@ -23,9 +23,10 @@ WATCH = ROOT / "cluster" / "watch"
 sys.path.append(str(WATCH))
 
 import boards  # noqa: E402
+import grafana  # noqa: E402
 import start  # noqa: E402
 
-__all__ = ["WATCH", "Prometheus", "alerts", "boards", "expressions", "running_prometheus", "start", "tool"]
+__all__ = ["WATCH", "Prometheus", "alerts", "boards", "expressions", "grafana", "running_prometheus", "start", "tool"]
 
 Series = list[dict[str, Any]]
 
