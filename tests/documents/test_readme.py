@@ -19,7 +19,9 @@ from tests.support.readme_blocks import ADDRESS, ROOT, Block, blocks, environmen
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("[a-z]*/README.md"))]
-PAGES += [ROOT / folder / "README.md" for folder in ("serve_app/images", "serve_app/ledger", "tests/bench", "tests/clients")]
+PAGES += [
+    ROOT / folder / "README.md" for folder in ("serve_app/images", "serve_app/ledger", "tests/bench", "tests/clients")
+]
 # What runs a block of each kind; a block of any other kind would be run by nothing.
 KINDS = {
     ("bash", "setup"): "test_demo_service.py",
