@@ -106,7 +106,10 @@ def test_a_model_that_is_wrong_stays_as_it_was_and_one_that_is_gone_is_gone(edge
         ({"models": []}, "models must not be empty."),
         ({"models": None}, "models is required."),
         ({"checkpoints": {"roots": [7]}}, "checkpoints.roots[0] must be a string, got 7."),
-        ({"nonsense": 1}, "nonsense is not a known key; the keys here are models, checkpoints, images, keys, limits."),
+        (
+            {"nonsense": 1},
+            "nonsense is not a known key; the keys here are models, checkpoints, images, keys, limits, ledger.",
+        ),
     ],
 )
 def test_a_bad_section_stays_as_it_was_and_the_others_change(edge: RunningEdge, change: Any, sentence: str) -> None:
