@@ -31,6 +31,8 @@ class Books(Protocol):
 
     async def hold(self, ask: Ask) -> Answer: ...
 
+    def settle(self, record_id: str, spend: Spend) -> None: ...
+
 
 @dataclass(slots=True)
 class _Local:
@@ -72,12 +74,14 @@ class _Local:
         self.known, self.on = used.holding(most), today
         self.held[record_id] = most
 
-    def ended(self, record_id: str, spend: Spend, today: date, number: int) -> None:
+    def ended(self, record_id: str, spend: Spend, today: date, number: int) -> bool:
+        """Whether the database has a hold of the request."""
         held, running = self.held.pop(record_id, None), self.running.pop(record_id, None)
         if running is not None:
             self._note(number, today, spend)
         elif held is not None:
             self.known, self.on = self.known_on(today).ending(held, spend), today
+        return held is not None
 
     def _note(self, number: int, today: date, spend: Spend) -> None:
         """In a long outage the last entry takes in the following ones."""
@@ -149,8 +153,9 @@ class Budgets:
     def ended(self, key: str, record_id: str, spend: Spend, number: int) -> None:
         """A request has ended; its record is the `number`th of this process's ledger."""
         local = self._locals.get(key)
-        if local is not None:
-            local.ended(record_id, spend, self._now().date(), number)
+        is_held = local is not None and local.ended(record_id, spend, self._now().date(), number)
+        if is_held and self.books is not None:
+            self.books.settle(record_id, spend)
 
     async def _ask(self, ask: Ask) -> Answer | None:
         """None if the database does not answer."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import Connection, case, delete, func, null, select, union_all
+from sqlalchemy import Connection, bindparam, case, delete, func, null, select, union_all, update
 
 from serve_app.errors import LedgerUnavailable
 from serve_app.ledger.database import Database
@@ -80,6 +80,7 @@ class HoldDesk:
         self._waiting: queue.SimpleQueue[Ask | Release | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._to_release: set[str] = set()
+        self._settled: dict[str, Spend] = {}
         self._pause_s = _FIRST_PAUSE_S
         self.is_away = False
 
@@ -100,6 +101,12 @@ class HoldDesk:
         except asyncio.CancelledError:
             self._waiting.put(Release(ask.id))
             raise
+
+    def settle(self, record_id: str, spend: Spend) -> None:
+        """A request has ended and cost less than it holds. The next question takes that into account, also while the
+        record waits to be written.
+        """
+        self._settled[record_id] = spend
 
     def close(self) -> None:
         """Does not wait: the database may hang."""
@@ -167,6 +174,7 @@ class HoldDesk:
             # A request that asks again, for another replica or endpoint, replaces its hold.
             gone = [*self._to_release, *(ask.id for ask in asks)]
             connection.execute(delete(HOLDS).where((HOLDS.c.expires_at <= now) | HOLDS.c.id.in_(gone)))
+            self._lower(connection)
             used = _used(connection, {ask.key for ask in asks}, now.date())
             for ask in asks:
                 known = used.get(ask.key, Used()).holding(ask.unwritten)
@@ -178,6 +186,14 @@ class HoldDesk:
             if begun:
                 connection.execute(HOLDS.insert(), [self._row(ask, now) for ask in begun])
         return answers
+
+    def _lower(self, connection: Connection) -> None:
+        """Lower the holds of requests that have ended; those whose record is written are gone."""
+        ended, self._settled = self._settled, {}
+        if ended:
+            lowered = update(HOLDS).where(HOLDS.c.id == bindparam("ended"))
+            amounts = [{"ended": name, "cost": spend.cost, "tokens": spend.tokens} for name, spend in ended.items()]
+            connection.execute(lowered.values(cost=bindparam("cost"), tokens=bindparam("tokens")), amounts)
 
     def _row(self, ask: Ask, now: datetime) -> dict[str, object]:
         expires_at = now + timedelta(seconds=ask.lives_s)

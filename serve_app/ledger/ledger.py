@@ -14,6 +14,7 @@ from serve_app.errors import ConfigRefused, LedgerUnavailable
 from serve_app.ledger.database import Database
 from serve_app.ledger.holds import ANSWER_S, Answer, Ask, HoldDesk
 from serve_app.ledger.record import UsageRecord
+from serve_app.ledger.spend import Spend
 from serve_app.ledger.spool import Spool
 from serve_app.ledger.sums import GroupBy, Range, Row, sum_up
 from serve_app.ledger.writer import LedgerCounters, State, Writer
@@ -114,6 +115,10 @@ class Ledger:
     async def hold(self, ask: Ask) -> Answer:
         """Raises `LedgerUnavailable`, at once while the database is away."""
         return await self._holds.ask(ask)
+
+    def settle(self, record_id: str, spend: Spend) -> None:
+        """The request of a hold has ended, and its record was appended."""
+        self._holds.settle(record_id, spend)
 
     async def sum_up(self, by: Sequence[GroupBy], within: Range, key: str) -> list[Row]:
         """What a key has used; records of the last moments may be missing. Raises `LedgerUnavailable`."""

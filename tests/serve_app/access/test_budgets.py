@@ -27,6 +27,10 @@ class FakeBooks:
     used: Used | None = field(default_factory=Used)
     num_finished: int = 0
     asked: list[Ask] = field(default_factory=list)
+    settled: dict[str, Spend] = field(default_factory=dict)
+
+    def settle(self, record_id: str, spend: Spend) -> None:
+        self.settled[record_id] = spend
 
     async def hold(self, ask: Ask) -> Answer:
         self.asked.append(ask)
@@ -74,6 +78,17 @@ def test_the_most_that_a_request_can_cost_is_held_in_the_database() -> None:
     first, second = kept.books.asked
     assert (first.id, first.key, first.most, first.lives_s) == ("a", "test", Spend(20, 30), LIVES_S)
     assert second.most == Spend(100, 1000)  # all of the limits, which lets nothing else begin
+
+
+def test_what_a_request_did_not_need_is_given_back_when_it_ends() -> None:
+    kept = Kept()
+    kept.hold("a", 20)
+    kept.books.used = None
+    kept.hold("b", 20)
+    kept.ended("a", 3)
+    kept.ended("b", 4)
+    kept.ended("unknown", 5)
+    assert kept.books.settled == {"a": Spend(3, 3)}  # the database has no hold of the other
 
 
 REFUSALS = [

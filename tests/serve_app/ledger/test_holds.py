@@ -96,6 +96,17 @@ def test_a_request_that_asks_again_holds_once(database: Database) -> None:
     desk.close()
 
 
+def test_a_request_that_ended_holds_what_it_cost_until_its_record_is_written(database: Database) -> None:
+    desk = HoldDesk(database, "w", Time(), answer_s=LONG_S)
+    answers(desk, ask("a", cost=90), ask("b", cost=90))
+    desk.settle("a", Spend(3, 15))
+    assert answers(desk, ask("c"))[0].used == Used(held=Spend(93, 15))
+    entries.write(database, [usage_record(id="a", cost=3, is_held=True)])
+    desk.settle("a", Spend(3, 15))  # too late
+    assert answers(desk, ask("c"))[0].used == Used(Spend(3, 15), Spend(3, 15), Spend(90))
+    desk.close()
+
+
 def test_a_hold_ends_when_its_request_can_no_longer_run(database: Database) -> None:
     time = Time()
     desk = HoldDesk(database, "w", time, answer_s=LONG_S)
