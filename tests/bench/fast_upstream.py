@@ -16,8 +16,9 @@ import time
 HEAD_END = b"\r\n\r\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
-TOKEN = " tok"
 TOKENS_IN_A_PIECE = 16
+# Not the same again and again: LiteLLM ends a stream after 100 equal texts.
+TEXTS = [f" tok{number}" for number in range(TOKENS_IN_A_PIECE)]
 
 
 class Connection(asyncio.Protocol):
@@ -62,33 +63,33 @@ class Connection(asyncio.Protocol):
     async def _stream(self, path: str, body: dict[str, object]) -> None:
         _, _, every_s, *_ = path.split("/")
         step_s, tokens = float(every_s), int(str(body["max_tokens"]))
-        token, end = _events(is_chat="/chat/" in path, body=body, tokens=tokens)
+        events, end = _events(is_chat="/chat/" in path, body=body, tokens=tokens)
         if step_s:
-            await self._paced(token, tokens, step_s)
+            await self._paced(events, tokens, step_s)
         else:
-            await self._flat_out(token, tokens)
+            await self._flat_out(events, tokens)
         self._transport.write(end)
 
-    async def _paced(self, token: bytes, tokens: int, step_s: float) -> None:
+    async def _paced(self, events: list[bytes], tokens: int, step_s: float) -> None:
         due = time.monotonic()
-        self._transport.write(STREAM_HEAD + token)
-        for _ in range(tokens - 1):
+        self._transport.write(STREAM_HEAD + events[0])
+        for number in range(1, tokens):
             due += step_s
             await asyncio.sleep(due - time.monotonic())
-            self._transport.write(token)
+            self._transport.write(events[number % TOKENS_IN_A_PIECE])
 
-    async def _flat_out(self, token: bytes, tokens: int) -> None:
+    async def _flat_out(self, events: list[bytes], tokens: int) -> None:
         pieces, rest = divmod(tokens, TOKENS_IN_A_PIECE)
-        self._transport.write(STREAM_HEAD + token * rest)
-        piece = token * TOKENS_IN_A_PIECE
+        self._transport.write(STREAM_HEAD + b"".join(events[:rest]))
+        piece = b"".join(events)
         for _ in range(pieces):
             self._transport.write(piece)
             await asyncio.sleep(0)  # the other streams' turn
             await self._writable.wait()
 
 
-def _events(*, is_chat: bool, body: dict[str, object], tokens: int) -> tuple[bytes, bytes]:
-    """The HTTP chunk of a token, and all that follows the last one."""
+def _events(*, is_chat: bool, body: dict[str, object], tokens: int) -> tuple[list[bytes], bytes]:
+    """The HTTP chunk of each text, and all that follows the last one."""
     shared = {"object": "chat.completion.chunk" if is_chat else "text_completion", "created": 1767225600}
     named = {"id": "cmpl-123", **shared, "model": body["model"]}
 
@@ -104,7 +105,8 @@ def _events(*, is_chat: bool, body: dict[str, object], tokens: int) -> tuple[byt
     counts = {"prompt_tokens": 8, "completion_tokens": tokens, "total_tokens": 8 + tokens}
     asked = (body.get("stream_options") or {}) == {"include_usage": True}
     usage = chunk({**named, "choices": [], "usage": counts}) if asked else b""
-    return chunk(choice(TOKEN, None)), chunk(choice("", "length")) + usage + chunk("[DONE]") + b"0\r\n\r\n"
+    end = chunk(choice("", "length")) + usage + chunk("[DONE]") + b"0\r\n\r\n"
+    return [chunk(choice(text, None)) for text in TEXTS], end
 
 
 async def serve(port: int) -> None:

@@ -5,7 +5,7 @@ proxy in front of it. All in one run and in turn; the service runs with the sett
 
     first      time to the first token, one request at a time, on one connection that is kept
     paced      32 streams of 20 tokens per second: CPU time per token of the proxy's processes, first tokens, pauses
-    flat out   32 streams as fast as they come: tokens per second, CPU time per token
+    flat out   32 streams of 250 tokens, as fast as they come: tokens per second, CPU time per token
     open       500 streams of a token each 2 s: memory that one more open stream takes
 
 The upstream is `fast_upstream.py`, a process of its own; the clients are this process. `VENV` is an environment with
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from sides import EVERY, KEY, Side, litellm, roundhouse, upstream
 
-MARK = b'" tok"'  # what each token's event holds once, and no other event
+MARK = b'" tok'  # what each token's event holds once, and no other event
 END = b"data: [DONE]"
 
 
@@ -188,7 +188,7 @@ async def flat_out(side: Side, figures: Figures, options: argparse.Namespace) ->
 
         async def one(client: Client) -> None:
             while time.perf_counter() - started < options.seconds:
-                done.append(await client.ask("flat", 1000))
+                done.append(await client.ask("flat", 250))
 
         before = side.cpu_seconds()
         await asyncio.gather(*(one(client) for client in made))
