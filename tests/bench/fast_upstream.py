@@ -2,8 +2,9 @@
 
     python tests/bench/fast_upstream.py --port 9100
 
-The base URL says how fast: `http://127.0.0.1:9100/every/0.05/v1` sends a token each 50 ms, `/every/0/v1` sends 16 in a
-piece and waits only for its client. A request for `n` tokens (`max_tokens`) gets exactly `n`, each in an event of its
+The base URL says how fast: `http://127.0.0.1:9100/every/0.05/v1` sends a token each 50 ms, `/steps/0.05/v1` does so for
+all streams at the same moments, as an engine does, and `/every/0/v1` sends 16 in a piece and waits only for its client.
+A request for `n` tokens (`max_tokens`) gets exactly `n`, each in an event of its
 own, then one with the reason for the end, one with usage if asked for, and `[DONE]`.
 """
 
@@ -61,17 +62,17 @@ class Connection(asyncio.Protocol):
             self._transport.write(NOT_FOUND)
 
     async def _stream(self, path: str, body: dict[str, object]) -> None:
-        _, _, every_s, *_ = path.split("/")
+        _, how, every_s, *_ = path.split("/")
         step_s, tokens = float(every_s), int(str(body["max_tokens"]))
+        now = time.monotonic()
         events, end = _events(is_chat="/chat/" in path, body=body, tokens=tokens)
         if step_s:
-            await self._paced(events, tokens, step_s)
+            await self._paced(events, tokens, step_s, now if how == "every" else now // step_s * step_s)
         else:
             await self._flat_out(events, tokens)
         self._transport.write(end)
 
-    async def _paced(self, events: list[bytes], tokens: int, step_s: float) -> None:
-        due = time.monotonic()
+    async def _paced(self, events: list[bytes], tokens: int, step_s: float, due: float) -> None:
         self._transport.write(STREAM_HEAD + events[0])
         for number in range(1, tokens):
             due += step_s

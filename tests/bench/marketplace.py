@@ -5,6 +5,7 @@ proxy in front of it. All in one run and in turn; the service runs with the sett
 
     first      time to the first token, one request at a time, on one connection that is kept
     paced      32 streams of 20 tokens per second: CPU time per token of the proxy's processes, first tokens, pauses
+    steps      the same, but all streams get their tokens at the same moments, as an engine makes them
     flat out   32 streams of 250 tokens, as fast as they come: tokens per second, CPU time per token
     open       500 streams of a token each 2 s: memory that one more open stream takes
 
@@ -21,11 +22,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sides import EVERY, KEY, Side, litellm, roundhouse, upstream
+from sides import KEY, PACES, Side, litellm, roundhouse, upstream
 
 MARK = b'" tok'  # what each token's event holds once, and no other event
 END = b"data: [DONE]"
@@ -99,7 +101,7 @@ class Client(asyncio.Protocol):
             "stream_options": {"include_usage": True},
         }
         content = json.dumps(body).encode()
-        path = f"{self._side.prefix.format(EVERY[pace])}/v1/chat/completions"
+        path = f"{self._side.prefix.format(PACES[pace])}/v1/chat/completions"
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         self._stream = Stream(time.perf_counter())
@@ -141,13 +143,12 @@ def ms(seconds: Sequence[float]) -> str:
 
 @dataclass(slots=True)
 class Figures:
-    """All rounds of one side."""
+    """All rounds of one side. `streams` and `used_us`: by pace."""
 
     first_s: list[list[float]] = field(default_factory=list)
-    paced: list[list[Stream]] = field(default_factory=list)
-    paced_us: list[dict[str, float]] = field(default_factory=list)
+    streams: dict[str, list[Stream]] = field(default_factory=lambda: defaultdict(list))
+    used_us: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
     flat_tokens_per_s: list[float] = field(default_factory=list)
-    flat_us: list[dict[str, float]] = field(default_factory=list)
     open_bytes: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -165,19 +166,20 @@ async def first(sides: Sequence[Side], figures: dict[str, Figures], requests: in
                 figures[side.name].first_s[-1].append(stream.first_s)
 
 
-async def paced(side: Side, figures: Figures, options: argparse.Namespace) -> None:
-    step_s = float(EVERY["paced"])
+async def paced(side: Side, figures: Figures, pace: str, options: argparse.Namespace) -> None:
+    step_s = 0.05
     async with clients(side, options.streams) as made:
 
         async def one(client: Client, index: int) -> Stream:
-            await asyncio.sleep(step_s * index / options.streams)  # evenly, not all tokens at the same moment
-            return await client.ask("paced", int(options.seconds / step_s))
+            await asyncio.sleep(step_s * index / options.streams)  # not all first tokens at the same moment
+            return await client.ask(pace, int(options.seconds / step_s))
 
         await asyncio.gather(*(client.ask("flat", 20) for client in made))  # warm
         before = side.cpu_seconds()
         streams = await asyncio.gather(*(one(client, index) for index, client in enumerate(made)))
-        figures.paced_us.append(used_us(before, side.cpu_seconds(), sum(len(stream.times) for stream in streams)))
-        figures.paced.append(streams)
+        tokens = sum(len(stream.times) for stream in streams)
+        figures.used_us[pace].append(used_us(before, side.cpu_seconds(), tokens))
+        figures.streams[pace] += streams
 
 
 async def flat_out(side: Side, figures: Figures, options: argparse.Namespace) -> None:
@@ -193,7 +195,7 @@ async def flat_out(side: Side, figures: Figures, options: argparse.Namespace) ->
         before = side.cpu_seconds()
         await asyncio.gather(*(one(client) for client in made))
         took, tokens = time.perf_counter() - started, sum(len(stream.times) for stream in done)
-        figures.flat_us.append(used_us(before, side.cpu_seconds(), tokens))
+        figures.used_us["flat"].append(used_us(before, side.cpu_seconds(), tokens))
         figures.flat_tokens_per_s.append(tokens / took)
 
 
@@ -215,8 +217,9 @@ async def measure(sides: Sequence[Side], options: argparse.Namespace) -> dict[st
     for number in range(options.rounds):
         print(f"round {number + 1}, load average {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
         await first(sides, figures, options.requests)
-        for side in sides:
-            await paced(side, figures[side.name], options)
+        for pace in ("paced", "steps"):
+            for side in sides:
+                await paced(side, figures[side.name], pace, options)
         for side in sides:
             await flat_out(side, figures[side.name], options)
         for side in proxies:
@@ -232,12 +235,12 @@ def report(figures: dict[str, Figures]) -> None:
     for name, found in figures.items():
         print(f"\n{name}")
         print(f"  first token, one at a time       {ms([each for one in found.first_s for each in one])}")
-        streams = [stream for one in found.paced for stream in one]
-        print(f"  first token, paced streams       {ms([stream.first_s for stream in streams])}")
-        print(f"  between tokens, paced streams    {ms([gap for stream in streams for gap in stream.gaps_s])}")
-        _report_cpu("paced", found.paced_us)
+        for pace, streams in found.streams.items():
+            print(f"  {pace}: first token               {ms([stream.first_s for stream in streams])}")
+            print(f"  {pace}: between tokens            {ms([gap for stream in streams for gap in stream.gaps_s])}")
         print(f"  flat out                         {statistics.median(found.flat_tokens_per_s):,.0f} tokens/s")
-        _report_cpu("flat out", found.flat_us)
+        for pace, rounds in found.used_us.items():
+            _report_cpu(pace, rounds)
         for what in found.open_bytes[0] if found.open_bytes else ():
             # The most: later rounds take what the first one left free.
             most = max(one[what] for one in found.open_bytes)
@@ -250,10 +253,10 @@ def _report_cpu(what: str, rounds: Sequence[dict[str, float]]) -> None:
     if not any(rounds):
         return
     for name in rounds[0]:
-        print(f"  {what}, {name:28} {statistics.median(used[name] for used in rounds):7.1f} µs CPU a token")
+        print(f"  {what}: {name:28} {statistics.median(used[name] for used in rounds):7.1f} µs CPU a token")
     all_of_it = together(rounds)
     each = ", ".join(f"{used:.1f}" for used in all_of_it)
-    print(f"  {what}, {'together':28} {statistics.median(all_of_it):7.1f} µs CPU a token ({each})")
+    print(f"  {what}: {'together':28} {statistics.median(all_of_it):7.1f} µs CPU a token ({each})")
 
 
 def _report_ratios(figures: dict[str, Figures]) -> None:
@@ -268,10 +271,11 @@ def _report_ratios(figures: dict[str, Figures]) -> None:
             each = ", ".join(f"{seconds * 1e3:.2f}" for seconds in added)
             print(f"{name} adds {statistics.median(added) * 1e3:.2f} ms to the median first token ({each})")
     if ours is not None and peer is not None:
-        for what, one, other in (("paced", ours.paced_us, peer.paced_us), ("flat out", ours.flat_us, peer.flat_us)):
-            ratios = [theirs / own for own, theirs in zip(together(one), together(other), strict=True)]
+        for pace, rounds in ours.used_us.items():
+            pairs = zip(together(rounds), together(peer.used_us[pace]), strict=True)
+            ratios = [theirs / own for own, theirs in pairs]
             each = ", ".join(f"{ratio:.1f}" for ratio in ratios)
-            print(f"LiteLLM's CPU time a token, {what}: {statistics.median(ratios):.1f} times ours ({each})")
+            print(f"LiteLLM's CPU time a token, {pace}: {statistics.median(ratios):.1f} times ours ({each})")
 
 
 def main() -> None:
@@ -287,7 +291,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = stack.enter_context(upstream())
-        sides = [Side("direct", port, "/every/{}", "{}", dict)]
+        sides = [Side("direct", port, "/{}", "{}", dict)]
         if not options.without_us:
             sides.append(stack.enter_context(roundhouse(port, folder)))
         if options.litellm:

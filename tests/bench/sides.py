@@ -21,7 +21,8 @@ from serve_app.config.deploy import free_port  # noqa: E402
 
 KEY = "rh-bench-key"
 TICKS = os.sysconf("SC_CLK_TCK")
-EVERY = {"flat": "0", "paced": "0.05", "slow": "2"}  # seconds between tokens, by the name of a slug
+# The upstream's path by the name of a slug, with the seconds between two tokens.
+PACES = {"flat": "every/0", "paced": "every/0.05", "steps": "steps/0.05", "slow": "every/2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def configuration(upstream_port: int, key_file: Path) -> dict[str, object]:
                 {
                     "name": "up",
                     "upstream": {
-                        "url": f"http://127.0.0.1:{upstream_port}/every/{every}/v1",
+                        "url": f"http://127.0.0.1:{upstream_port}/{path}/v1",
                         "model": pace,
                         "key": {"file": str(key_file)},
                         "allow_private": True,
@@ -95,7 +96,7 @@ def configuration(upstream_port: int, key_file: Path) -> dict[str, object]:
                 }
             ],
         }
-        for pace, every in EVERY.items()
+        for pace, path in PACES.items()
     ]
     api["deployments"][0]["user_config"] = {
         "models": [],
@@ -125,24 +126,24 @@ def roundhouse(upstream_port: int, folder: Path) -> Iterator[Side]:
 @contextlib.contextmanager
 def litellm(venv: Path, upstream_port: int, folder: Path) -> Iterator[Side]:
     """With one worker, as we have one ingress, and what its documents advise for production."""
-    port, path = free_port(), folder / "litellm.yaml"
+    port, config = free_port(), folder / "litellm.yaml"
     served = [
         {
             "model_name": f"bench/{pace}",
             "litellm_params": {
                 "model": f"openai/{pace}",
-                "api_base": f"http://127.0.0.1:{upstream_port}/every/{every}/v1",
+                "api_base": f"http://127.0.0.1:{upstream_port}/{path}/v1",
                 "api_key": "sk-bench",
             },
         }
-        for pace, every in EVERY.items()
+        for pace, path in PACES.items()
     ]
     settings = {"set_verbose": False, "json_logs": True}
-    path.write_text(
+    config.write_text(
         yaml.safe_dump({"model_list": served, "litellm_settings": settings, "general_settings": {"master_key": KEY}})
     )
     quiet = {"LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    command = [str(venv / "bin" / "litellm"), "--config", str(path), "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(venv / "bin" / "litellm"), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
     with (folder / "litellm.log").open("w") as log:
         process = subprocess.Popen([*command, "--num_workers", "1"], stdout=log, stderr=log, env=os.environ | quiet)
         try:
