@@ -3,6 +3,7 @@ proxy in front of it. All in one run and in turn; the service runs with the sett
 
     python tests/bench/marketplace.py [--litellm VENV] [--rounds 3] [--streams 32] [--seconds 10] [--open 500]
 
+    idle       CPU time per second of the proxy's processes without any request; it is part of what follows
     first      time to the first token, one request at a time, on one connection that is kept
     paced      32 streams of 20 tokens per second: CPU time per token of the proxy's processes, first tokens, pauses
     steps      the same, but all streams get their tokens at the same moments, as an engine makes them
@@ -145,11 +146,18 @@ def ms(seconds: Sequence[float]) -> str:
 class Figures:
     """All rounds of one side. `streams` and `used_us`: by pace."""
 
+    idle_ms: list[float] = field(default_factory=list)
     first_s: list[list[float]] = field(default_factory=list)
     streams: dict[str, list[Stream]] = field(default_factory=lambda: defaultdict(list))
     used_us: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
     flat_tokens_per_s: list[float] = field(default_factory=list)
     open_bytes: list[dict[str, float]] = field(default_factory=list)
+
+
+def idle(side: Side, figures: Figures, seconds: float) -> None:
+    before = side.cpu_seconds()
+    time.sleep(seconds)
+    figures.idle_ms.append((sum(side.cpu_seconds().values()) - sum(before.values())) / seconds * 1e3)
 
 
 async def first(sides: Sequence[Side], figures: dict[str, Figures], requests: int) -> None:
@@ -216,6 +224,8 @@ async def measure(sides: Sequence[Side], options: argparse.Namespace) -> dict[st
     proxies = [side for side in sides if side.pids()]
     for number in range(options.rounds):
         print(f"round {number + 1}, load average {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+        for side in proxies:
+            idle(side, figures[side.name], options.seconds)
         await first(sides, figures, options.requests)
         for pace in ("paced", "steps"):
             for side in sides:
@@ -234,6 +244,8 @@ def together(rounds: Sequence[dict[str, float]]) -> list[float]:
 def report(figures: dict[str, Figures]) -> None:
     for name, found in figures.items():
         print(f"\n{name}")
+        if found.idle_ms:
+            print(f"  idle                             {statistics.median(found.idle_ms):.0f} ms CPU a second")
         print(f"  first token, one at a time       {ms([each for one in found.first_s for each in one])}")
         for pace, streams in found.streams.items():
             print(f"  {pace}: first token               {ms([stream.first_s for stream in streams])}")
