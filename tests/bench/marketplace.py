@@ -8,6 +8,7 @@ proxy in front of it. All in one run and in turn; the service runs with the sett
     paced      32 streams of 20 tokens per second: CPU time per token of the proxy's processes, first tokens, pauses
     steps      the same, but all streams get their tokens at the same moments, as an engine makes them
     flat out   32 streams of 250 tokens, as fast as they come: tokens per second, CPU time per token
+    requests   32 clients that ask for one token again and again: requests per second, CPU time per request
     open       500 streams of a token each 2 s: memory that one more open stream takes
 
 The upstream is `fast_upstream.py`, a process of its own; the clients are this process. `VENV` is an environment with
@@ -27,11 +28,12 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sides import KEY, PACES, Side, litellm, roundhouse, upstream
 
 MARK = b'" tok'  # what each token's event holds once, and no other event
-END = b"data: [DONE]"
+FLAT, REQUESTS = "tokens flat out", "requests of one token"
 
 
 @dataclass(slots=True)
@@ -111,7 +113,8 @@ class Client(asyncio.Protocol):
     async def first_token(self) -> None:
         assert self._over is not None
         waiting = asyncio.ensure_future(self._first.wait())
-        await asyncio.wait({waiting, self._over}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {waiting, self._over}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if self._over.done():
             self._over.result()
@@ -144,13 +147,13 @@ def ms(seconds: Sequence[float]) -> str:
 
 @dataclass(slots=True)
 class Figures:
-    """All rounds of one side. `streams` and `used_us`: by pace."""
+    """All rounds of one side, by what was measured. `used_us`: of a token, or of a request that has one."""
 
     idle_ms: list[float] = field(default_factory=list)
     first_s: list[list[float]] = field(default_factory=list)
     streams: dict[str, list[Stream]] = field(default_factory=lambda: defaultdict(list))
     used_us: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
-    flat_tokens_per_s: list[float] = field(default_factory=list)
+    per_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     open_bytes: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -190,7 +193,8 @@ async def paced(side: Side, figures: Figures, pace: str, options: argparse.Names
         figures.streams[pace] += streams
 
 
-async def flat_out(side: Side, figures: Figures, options: argparse.Namespace) -> None:
+async def flat_out(side: Side, figures: Figures, tokens: int, options: argparse.Namespace) -> None:
+    """Replies of so many tokens, as many as fit into the time."""
     async with clients(side, options.streams) as made:
         await asyncio.gather(*(client.ask("flat", 100) for client in made))  # warm
         started = time.perf_counter()
@@ -198,13 +202,14 @@ async def flat_out(side: Side, figures: Figures, options: argparse.Namespace) ->
 
         async def one(client: Client) -> None:
             while time.perf_counter() - started < options.seconds:
-                done.append(await client.ask("flat", 250))
+                done.append(await client.ask("flat", tokens))
 
         before = side.cpu_seconds()
         await asyncio.gather(*(one(client) for client in made))
-        took, tokens = time.perf_counter() - started, sum(len(stream.times) for stream in done)
-        figures.used_us["flat"].append(used_us(before, side.cpu_seconds(), tokens))
-        figures.flat_tokens_per_s.append(tokens / took)
+        took, received = time.perf_counter() - started, len(done) * tokens
+        what = FLAT if tokens > 1 else REQUESTS
+        figures.used_us[what].append(used_us(before, side.cpu_seconds(), received))
+        figures.per_s[what].append(received / took)
 
 
 async def held_open(side: Side, figures: Figures, options: argparse.Namespace) -> None:
@@ -230,8 +235,9 @@ async def measure(sides: Sequence[Side], options: argparse.Namespace) -> dict[st
         for pace in ("paced", "steps"):
             for side in sides:
                 await paced(side, figures[side.name], pace, options)
-        for side in sides:
-            await flat_out(side, figures[side.name], options)
+        for tokens in (250, 1):
+            for side in sides:
+                await flat_out(side, figures[side.name], tokens, options)
         for side in proxies:
             await held_open(side, figures[side.name], options)
     return figures
@@ -250,7 +256,8 @@ def report(figures: dict[str, Figures]) -> None:
         for pace, streams in found.streams.items():
             print(f"  {pace}: first token               {ms([stream.first_s for stream in streams])}")
             print(f"  {pace}: between tokens            {ms([gap for stream in streams for gap in stream.gaps_s])}")
-        print(f"  flat out                         {statistics.median(found.flat_tokens_per_s):,.0f} tokens/s")
+        for what, each in found.per_s.items():
+            print(f"  {what:32} {statistics.median(each):,.0f} a second")
         for pace, rounds in found.used_us.items():
             _report_cpu(pace, rounds)
         for what in found.open_bytes[0] if found.open_bytes else ():
@@ -265,10 +272,10 @@ def _report_cpu(what: str, rounds: Sequence[dict[str, float]]) -> None:
     if not any(rounds):
         return
     for name in rounds[0]:
-        print(f"  {what}: {name:28} {statistics.median(used[name] for used in rounds):7.1f} µs CPU a token")
+        print(f"  {what}: {name:28} {statistics.median(used[name] for used in rounds):7.1f} µs CPU each")
     all_of_it = together(rounds)
     each = ", ".join(f"{used:.1f}" for used in all_of_it)
-    print(f"  {what}: {'together':28} {statistics.median(all_of_it):7.1f} µs CPU a token ({each})")
+    print(f"  {what}: {'together':28} {statistics.median(all_of_it):7.1f} µs CPU each ({each})")
 
 
 def _report_ratios(figures: dict[str, Figures]) -> None:
@@ -287,7 +294,7 @@ def _report_ratios(figures: dict[str, Figures]) -> None:
             pairs = zip(together(rounds), together(peer.used_us[pace]), strict=True)
             ratios = [theirs / own for own, theirs in pairs]
             each = ", ".join(f"{ratio:.1f}" for ratio in ratios)
-            print(f"LiteLLM's CPU time a token, {pace}: {statistics.median(ratios):.1f} times ours ({each})")
+            print(f"LiteLLM's CPU time, {pace}: {statistics.median(ratios):.1f} times ours ({each})")
 
 
 def main() -> None:
