@@ -50,6 +50,7 @@ class Replica:
         self._links = Links()
         self._local = LocalReplicas({"": self._engine})
         self._statuses = StatusSender(self._links, self._status)
+        self._has_streamed_over_serve = False
         self._serials = itertools.count(1)
         self._metrics = EngineMetrics(args.id)
         self._reporting = asyncio.get_running_loop().create_task(self._report())
@@ -65,6 +66,7 @@ class Replica:
         """The same as a Serve stream, one message per step, for clusters whose replicas cannot connect to an
         ingress.
         """
+        self._has_streamed_over_serve = True
         deltas = self._local.generate("", self._with_own_id(request), affinity="")
         try:
             async for delta in deltas:
@@ -88,11 +90,12 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, object]:
         """This replica's report to routers and readiness (`replicas/reports.py`). Serve reads it every second, and
-        sends it to all ingresses when it has changed. While ingresses listen to this replica, it says almost nothing.
+        sends it to all ingresses when it has changed. It says almost nothing while ingresses listen to this replica,
+        unless others have streams over Serve and cannot.
         """
         stats = self._engine.stats()
         is_ready = self._is_ready(stats)
-        if self._statuses.has_listeners:
+        if self._statuses.has_listeners and not self._has_streamed_over_serve:
             return Report(is_ready).fields()
         beat = int(time.monotonic() / BEAT_S)
         return Report(is_ready, pack_adapters(stats.adapters), beat, self._limits.silent_after_s).fields()

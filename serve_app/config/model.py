@@ -22,7 +22,7 @@ from serve_app.config.section import RULES, Count, Cpus, Seconds, Section, Text
 from serve_app.errors import ConfigRefused
 from serve_app.explain import Complaint, show
 
-_LEAST_SILENCE_S = 5  # a replica that is well reports every 2 s, and its report takes up to one more to arrive
+_LEAST_SILENCE_S = 5  # with `transport: serve` a replica that is well reports every 2 s, which arrives up to 1 s later
 _TARGET_SHARE = 0.8  # of the batch: the rest takes the arrivals until a new replica is up
 
 

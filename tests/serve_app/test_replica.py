@@ -141,14 +141,27 @@ def test_while_an_ingress_listens_its_report_through_serve_does_not_change():
         listener = await Listener.start("127.0.0.1", on_status=told.append)
         await made.tell_status(listener.endpoint, "app", "id")
         assert made.record_routing_stats() == Report().fields()
-        async for _ in made.generate(replace(request(), adapter=Adapter("digest", "/nowhere"))):
-            pass
+        with_adapter = replace(request(), adapter=Adapter("digest", "/nowhere"))
+        await made.run(with_adapter, listener.endpoint, listener.open().stream_id)
         assert made.record_routing_stats() == Report().fields()
         await until(lambda: any(status.adapters == pack_adapters(["digest"]) for status in told))
         assert {(status.app, status.replica_id, status.good_for_s) for status in told} == {("app", "id", 6.5)}
         await listener.close()
         await until(lambda: made.record_routing_stats()["good_for_s"] == 6.5)
         assert Report.of(made.record_routing_stats()).adapters == pack_adapters(["digest"])
+
+    run(test, health={"silent_after_s": 6.5})
+
+
+def test_an_ingress_that_streams_over_serve_gets_the_whole_report_though_another_one_listens():
+    async def test(made: Replica) -> None:
+        listener = await Listener.start("127.0.0.1")
+        await made.tell_status(listener.endpoint, "app", "id")
+        async for _ in made.generate(replace(request(), adapter=Adapter("digest", "/nowhere"))):
+            pass
+        report = Report.of(made.record_routing_stats())
+        assert (report.adapters, report.good_for_s) == (pack_adapters(["digest"]), 6.5)
+        await listener.close()
 
     run(test, health={"silent_after_s": 6.5})
 

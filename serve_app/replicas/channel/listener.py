@@ -6,6 +6,8 @@ Serve's own streaming costs one message per token and stream. Here the ingress l
 queue lengths, autoscaling, cancellation and the detection of dead replicas. The replica keeps one connection per
 ingress.
 
+A replica that was asked for it also tells its status on the connection (`status_sender.py`).
+
     ingress: Listener.open() -> Stream.receive()      <- frames -      replica: Links.to(endpoint) -> Link.deliver()
 
 This file is the ingress's end; `link.py` is the replica's end.
