@@ -190,6 +190,7 @@ class FakeEngine:
         return EngineStats(
             running=len(state.running),
             waiting=len(state.waiting),
+            queued_tokens=sum(len(generation.request.prompt_token_ids) for generation in state.waiting),
             blocks_total=total,
             blocks_free=max(0, total - used),
             blocks_cached=len(state.known_blocks),

@@ -187,11 +187,13 @@ class EngineStats:
     """A snapshot, cheap enough to take every second.
 
     `stalled_s`: seconds since the last finished step while there was work to do, 0 when idle. Readiness depends on it.
-    `adapters` holds the digests in device slots, least recently used first.
+    `adapters` holds the digests in device slots, least recently used first. `queued_tokens`: tokens of prompts that
+    have to be computed yet, of waiting and of running requests.
     """
 
     running: int = 0
     waiting: int = 0
+    queued_tokens: int = 0
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from threading import Thread
 from typing import Any
 
@@ -107,7 +107,10 @@ class TorchEngine:
         self._end(request_id, lambda loop: loop.abort(request_id))
 
     def stats(self) -> EngineStats:
-        return EngineStats(failed=True) if self._parts is None else self._parts.stats()
+        if self._parts is None:
+            return EngineStats(failed=True)
+        pending = (sequence.num_pending for sequence in self._live.values())
+        return replace(self._parts.stats(), queued_tokens=sum(tokens for tokens in pending if tokens > 1))
 
     def _make_room(self, tenant: str) -> None:
         """End the last request of a tenant that has more places than this one. Raises `QueueFull` if there is none."""

@@ -20,6 +20,7 @@ from serve_app.replicas.channel.listener import Listener
 from serve_app.replicas.over_ray import RayReplicas, read_statuses
 from serve_app.replicas.readiness import ReadinessWatch
 from serve_app.replicas.reports import REPLICA_REPORTS
+from serve_app.replicas.status_requests import StatusRequests
 from serve_app.without_torch import do_without_torch
 
 logger = logging.getLogger(__name__)
@@ -36,15 +37,18 @@ class Ingress:
         self._args = args
         self._watch = ReadinessWatch(REPLICA_REPORTS, read_statuses)
         self._listener: Listener | None = None
+        self._status_requests: StatusRequests | None = None
         self._changes: set[asyncio.Task[None]] = set()
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         if self._args.transport == "channel":
             host = self._args.channel_host or ray.util.get_node_ip_address()
-            self._listener = await Listener.start(host)
+            self._listener = await Listener.start(host, on_status=REPLICA_REPORTS.hear)
             logger.info("The side channel listens on %s:%d.", host, self._listener.endpoint.port)
         timeout_s = self._args.no_replica_timeout_s
         self._replicas = RayReplicas(self._watch, self._listener, no_replica_timeout_s=timeout_s)
+        if self._listener is not None:
+            self._status_requests = StatusRequests(REPLICA_REPORTS, self._replicas.ask_for_status)
         self._metrics = IngressMetrics()
         self._service = Service(
             self._replicas,
@@ -86,6 +90,8 @@ class Ingress:
         """Serve awaits this once the requests have finished or timed out."""
         for change in self._changes:
             change.cancel()
+        if self._status_requests is not None:
+            await self._status_requests.close()
         await self._replicas.close()
         await self._watch.close()
         if self._listener is not None:

@@ -276,6 +276,7 @@ ENGINE_COUNTERS: Mapping[str, str] = {
 ENGINE_GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "running": ("Requests in the batch.", lambda stats: stats.running),
     "waiting": ("Requests in the queue.", lambda stats: stats.waiting),
+    "queued_tokens": ("Tokens of prompts that have to be computed yet.", lambda stats: stats.queued_tokens),
     "blocks": ("Blocks of the KV cache.", lambda stats: stats.blocks_total),
     "blocks_free": ("Blocks that no running request uses, including cached ones.", lambda stats: stats.blocks_free),
     "blocks_cached": ("Free blocks whose content is in the prefix cache.", lambda stats: stats.blocks_cached),

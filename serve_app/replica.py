@@ -20,6 +20,8 @@ from serve_app.replicas.channel.link import Links, run_request
 from serve_app.replicas.channel.listener import Endpoint
 from serve_app.replicas.in_process import LocalReplicas
 from serve_app.replicas.reports import BEAT_S, Report
+from serve_app.replicas.status import Load, Status, pack_adapters
+from serve_app.replicas.status_sender import StatusSender
 from serve_app.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class Replica:
         self._watchdog = Watchdog(_SILENCES * args.health.silent_after_s)
         self._links = Links()
         self._local = LocalReplicas({"": self._engine})
+        self._statuses = StatusSender(self._links, self._status)
+        self._has_streamed_over_serve = False
         self._serials = itertools.count(1)
         self._metrics = EngineMetrics(args.id)
         self._reporting = asyncio.get_running_loop().create_task(self._report())
@@ -62,12 +66,19 @@ class Replica:
         """The same as a Serve stream, one message per step, for clusters whose replicas cannot connect to an
         ingress.
         """
+        self._has_streamed_over_serve = True
         deltas = self._local.generate("", self._with_own_id(request), affinity="")
         try:
             async for delta in deltas:
                 yield delta
         finally:
             await deltas.aclose()
+
+    async def tell_status(self, endpoint: Endpoint, app: str, replica_id: str) -> None:
+        """Tell an ingress this replica's status over the side channel from now on, under these names. Raises
+        `ReplicaLost` when the ingress cannot be reached.
+        """
+        await self._statuses.add(endpoint, app, replica_id)
 
     def check_health(self) -> None:
         """Serve calls this, and replaces a replica that raises repeatedly."""
@@ -79,12 +90,15 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, object]:
         """This replica's report to routers and readiness (`replicas/reports.py`). Serve reads it every second, and
-        sends it to all ingresses when it has changed. So the adapters are sorted by digest, not by use.
+        sends it to all ingresses when it has changed. It says almost nothing while ingresses listen to this replica,
+        unless others have streams over Serve and cannot.
         """
         stats = self._engine.stats()
-        adapters = tuple(sorted(stats.adapters))
+        is_ready = self._is_ready(stats)
+        if self._statuses.has_listeners and not self._has_streamed_over_serve:
+            return Report(is_ready).fields()
         beat = int(time.monotonic() / BEAT_S)
-        return Report(self._is_ready(stats), adapters, beat, self._limits.silent_after_s).fields()
+        return Report(is_ready, pack_adapters(stats.adapters), beat, self._limits.silent_after_s).fields()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Statistics for custom autoscaling policies. `streams`: requests whose tokens are being sent to an ingress."""
@@ -93,7 +107,7 @@ class Replica:
         return {
             "running": stats.running,
             "waiting": stats.waiting,
-            "streams": self._links.open_streams + self._local.open_streams,
+            "streams": self._open_streams,
             "kv_used_fraction": used / stats.blocks_total if stats.blocks_total else 0.0,
             "adapters_pinned": stats.adapter_slots_pinned,
         }
@@ -111,9 +125,27 @@ class Replica:
 
     async def close(self) -> None:
         self._reporting.cancel()
+        await self._statuses.close()
         await self._engine.close()
         await self._links.close()
         await self._watchdog.close()
+
+    @property
+    def _open_streams(self) -> int:
+        return self._links.open_streams + self._local.open_streams
+
+    def _status(self) -> Status:
+        stats = self._engine.stats()
+        load = Load(
+            stats.running,
+            stats.waiting,
+            stats.queued_tokens,
+            stats.blocks_free,
+            stats.blocks_total,
+            others=self._open_streams,
+        )
+        adapters = pack_adapters(stats.adapters)
+        return Status("", "", self._is_ready(stats), self._limits.silent_after_s, load, adapters)
 
     def _is_ready(self, stats: EngineStats) -> bool:
         return not stats.failed and stats.stalled_s <= self._limits.stalled_after_s

@@ -22,7 +22,7 @@ from serve_app.config.section import RULES, Count, Cpus, Seconds, Section, Text
 from serve_app.errors import ConfigRefused
 from serve_app.explain import Complaint, show
 
-_LEAST_SILENCE_S = 5  # a replica that is well reports every 2 s, and its report takes up to one more to arrive
+_LEAST_SILENCE_S = 5  # with `transport: serve` a replica that is well reports every 2 s, which arrives up to 1 s later
 _TARGET_SHARE = 0.8  # of the batch: the rest takes the arrivals until a new replica is up
 
 
@@ -98,9 +98,9 @@ class ModelArgs(EngineOptions):
         Le(100),
         Doc(
             "Requests with the same key keep their replica until it has this many times the average load, and at least "
-            "`load_floor` requests."
+            "`load_floor` requests. More keeps more prefixes and adapters in place, less evens the load."
         ),
-    ] = 1.5
+    ] = 1.1
     load_floor: Annotated[Count, Doc("See `load_factor`.")] = 4
     health: Annotated[HealthLimits, Doc("When a replica counts as stalled.")] = HealthLimits()
     graceful_shutdown_timeout_s: Annotated[

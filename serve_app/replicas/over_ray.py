@@ -17,6 +17,7 @@ from engines.protocol import GenerateRequest, TokenDelta
 from serve_app.errors import NoReplica, ReplicaLost, ServingError
 from serve_app.replicas.channel.listener import Listener, Stream
 from serve_app.replicas.readiness import AppStatus, ReadinessWatch
+from serve_app.replicas.router import STATUS_METHOD
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,17 @@ class RayReplicas:
             self._handle(deployment)  # the readiness watch gets its state from this handle's router
         await self._watch.look(deployments)
         return {deployment: self._watch.why_not_ready(deployment) for deployment in deployments}
+
+    async def ask_for_status(self, app: str, replica_id: str) -> None:
+        """Ask a replica to tell its status over the side channel. Only with a `listener`."""
+        assert self._listener is not None, "nothing listens"
+        handle = self._handle(app).options(method_name=STATUS_METHOD, session_id=replica_id)
+        response = handle.remote(self._listener.endpoint, app, replica_id)
+        try:
+            await response
+        except asyncio.CancelledError:
+            _cancel(response)
+            raise
 
     async def close(self) -> None:
         """End all running calls."""

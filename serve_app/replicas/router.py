@@ -1,25 +1,37 @@
 """Chooses the replica of a request: one that has its adapter and its prefix, unless that one has too much load.
 
-`choose` is the whole policy; `AffinityRouter` calls it with Serve's data. Every ingress runs it without shared state.
-Rendezvous hashing makes all of them choose the same replica, and losing a replica moves only its own keys.
+`choose` is the whole policy; `AffinityRouter` calls it with what the replicas told (`reports.py`). Every ingress runs
+it without shared state. Rendezvous hashing makes all of them choose the same replica, and losing a replica moves only
+its own keys.
 
 Serve pickles this module by value, so it may import only installed packages.
 """
 
-import hashlib
-import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from serve_app.replicas import reports  # import the module: a value from it would be copied into the pickle
+from serve_app.replicas.rendezvous import Key
+from serve_app.replicas.reports import ReplicaState
+from serve_app.replicas.status import adapter_key
+
+STATUS_METHOD = "tell_status"
+"""The replica's method that is called on one certain replica, whose id is the call's `session_id`."""
+
+_KEYLESS_CHOICES = 8
+"""How many replicas a request without a key compares. With more, all ingresses would send to the same lightest ones
+until they hear of each other's requests.
+"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as that doubles the time to make one for each replica and request
 class Candidate:
-    """A running replica, for one request. `load`: its requests, including waiting ones. `capacity`: its limit of
-    requests. `has_adapter`: the request's adapter is in its device slots. `is_ready`: it reports progress.
+    """A running replica, for one request. `load`: its requests, including waiting ones. `queued_tokens`: tokens of its
+    prompts that are not computed yet. `capacity`: its limit of requests. `has_adapter`: the request's adapter is in its
+    device slots. `is_ready`: it reports progress. `is_cramped`: requests wait because its KV cache is almost full.
     """
 
     replica_id: str
@@ -27,6 +39,8 @@ class Candidate:
     capacity: int = 1
     has_adapter: bool = False
     is_ready: bool = True
+    queued_tokens: int = 0
+    is_cramped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,40 +60,77 @@ class Patience:
     times the average load.
     """
 
-    factor: float = 1.5
+    factor: float = 1.1
     least: int = 4
 
 
 def choose(candidates: Sequence[Candidate], wish: Wish, patience: Patience) -> list[Candidate]:
     """All candidates, best first: free ones that hold the adapter, other free ones, busy ones, and last those that are
-    not ready. Equal candidates are sorted by the key's hash order. Without a key, and for busy ones, the lower load
-    comes first.
-    """
-    if not candidates:
-        return []
-    total = 1 + sum(candidate.load for candidate in candidates)
-    busy_at = max(patience.least, math.ceil(patience.factor * total / len(candidates)))
-    key = f"{wish.adapter}\0{wish.affinity}" if wish.affinity or wish.adapter else ""
+    not ready. Equal candidates are in the order of the key's rendezvous. Without a key, and for busy ones, the lower
+    load comes first.
 
-    def rank(candidate: Candidate) -> tuple[bool, bool, bool, int, bytes]:
-        is_free = candidate.load < min(busy_at, candidate.capacity)
-        by_load = candidate.load if not (key and is_free) else 0
-        score = _score(key or wish.request_id, candidate)
-        return not candidate.is_ready, not is_free, not candidate.has_adapter, by_load, score
+    Among the holders of an adapter the conversation decides. Which replica is the next to load it depends on the
+    adapter, so that new conversations do not spread it, and all ingresses load it on the same ones.
+    """
+    busy_at = _busy_at(candidates, patience)
+    own = Key(wish.adapter, wish.affinity or wish.request_id)
+    home = Key(wish.adapter)
+    holders = [candidate for candidate in candidates if candidate.has_adapter and candidate.is_ready]
+    # Other ingresses see the same few places. Where fewer are left than holders, only that share of the conversations
+    # takes one, and the others go to more replicas: so many that their requests do not meet on one either.
+    room = sum(max(0, min(busy_at, holder.capacity) - holder.load) for holder in holders)
+    takes_holder = room > len(holders) * own.score("")
+    next_at_once = 1 + len(holders) // 2
+
+    def rank(candidate: Candidate) -> tuple[bool, bool, int, int, int, float]:
+        is_free = candidate.load < min(busy_at, candidate.capacity) and not candidate.is_cramped
+        tier = 1 if not candidate.has_adapter else 0 if takes_holder else 2
+        score = own.score(candidate.replica_id)
+        if wish.adapter and tier == 1:
+            place = home.score(candidate.replica_id)
+            score = int(place * len(candidates) / next_at_once) + score if holders else place
+        if is_free and (wish.affinity or wish.adapter):
+            return not candidate.is_ready, False, tier, 0, 0, score
+        if is_free and score * len(candidates) > _KEYLESS_CHOICES:
+            tier = 3
+        return not candidate.is_ready, not is_free, tier, candidate.load, candidate.queued_tokens, score
 
     return sorted(candidates, key=rank)
 
 
-def _score(key: str, candidate: Candidate) -> bytes:
-    return hashlib.blake2b(f"{key}\0{candidate.replica_id}".encode(), digest_size=8).digest()
+def _busy_at(candidates: Sequence[Candidate], patience: Patience) -> int:
+    """The load from which a replica is busy. Rounded down, as several ingresses may send before they hear of each
+    other, but above the average, so that one is free.
+    """
+    average = (1 + sum(candidate.load for candidate in candidates)) / max(1, len(candidates))
+    return max(patience.least, int(patience.factor * average), int(average) + 1)
+
+
+def candidate_of(replica: ReplicaState, adapter: bytes | None, *, own: int, queue: int, capacity: int) -> Candidate:
+    """A replica as a candidate for a request with this adapter. `own`: requests that this process has there. `queue`:
+    the queue length that Serve believes, which counts only while the replica does not tell its load.
+    """
+    load = replica.load
+    if load is None:
+        return Candidate(replica.replica_id, max(own, queue), capacity, adapter in replica.adapters, replica.is_ready)
+    return Candidate(
+        replica.replica_id,
+        own + load.others,
+        capacity,
+        adapter in replica.adapters,
+        replica.is_ready,
+        load.queued_tokens,
+        load.is_cramped,
+    )
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
-    """`choose` as a Serve request router. A replica's report is in its routing stats (`serve_app/replica.py`)."""
+    """`choose` as a Serve request router."""
 
     def initialize_state(self, capacity: int, load_factor: float, load_floor: int) -> None:
         self._capacity = capacity
         self._patience = Patience(load_factor, load_floor)
+        self._ongoing: Counter[ReplicaID] = Counter()  # calls of this process that a replica has and has not ended
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -89,6 +140,16 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         super().on_replica_actor_died(replica_id)
         self._publish()
 
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self._ongoing[replica_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        super().on_request_completed(replica_id, internal_request_id)
+        self._ongoing[replica_id] -= 1
+        if self._ongoing[replica_id] <= 0:
+            del self._ongoing[replica_id]
+
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
@@ -96,17 +157,26 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # else Serve's retry loop spins while all are full
         metadata = pending_request.metadata
-        wish = Wish(metadata.session_id, metadata.multiplexed_model_id, metadata.internal_request_id)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        silent = reports.REPLICA_REPORTS.silent(self.app_name)
-        candidates = [self._candidate(name, replica, wish, silent) for name, replica in replicas.items()]
-        return [[replicas[candidate.replica_id]] for candidate in choose(candidates, wish, self._patience)]
+        if metadata.call_method == STATUS_METHOD:
+            return [[replicas[metadata.session_id]]] if metadata.session_id in replicas else []
+        wish = Wish(metadata.session_id, metadata.multiplexed_model_id, metadata.internal_request_id)
+        chosen = choose(self._candidates(replicas, wish), wish, self._patience)
+        return [[replicas[candidate.replica_id]] for candidate in chosen]
 
-    def _candidate(self, name: str, replica: RunningReplica, wish: Wish, silent: Collection[str]) -> Candidate:
-        report = _report(replica)
-        load = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        is_ready = report.is_ready and name not in silent
-        return Candidate(name, load, self._capacity, wish.adapter in report.adapters, is_ready)
+    def _candidates(self, replicas: Mapping[str, RunningReplica], wish: Wish) -> list[Candidate]:
+        states = {state.replica_id: state for state in reports.REPLICA_REPORTS.replicas(self.app_name) or ()}
+        adapter = adapter_key(wish.adapter) if wish.adapter else None
+        return [
+            candidate_of(
+                states.get(name) or ReplicaState(name),
+                adapter,
+                own=self._ongoing[replica.replica_id],
+                queue=self.replica_queue_len_cache.get(replica.replica_id) or 0,
+                capacity=self._capacity,
+            )
+            for name, replica in replicas.items()
+        ]
 
     def _publish(self) -> None:
         replicas = self.curr_replicas.values()

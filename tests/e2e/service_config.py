@@ -11,6 +11,7 @@ KEY = "rh-e2e-key"
 MODEL = "tiny/Chat"
 SLEEPY = "tiny/Sleepy"  # no replica until it is asked
 GROWING = "tiny/Growing"  # one to two replicas
+PAIR = "tiny/Pair"  # two replicas, only `with_pair`
 DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PLAIN_PREFIX = "/plain"  # the same over Serve's own streams
 
@@ -83,4 +84,16 @@ def with_demo(config: Json, store: Path, **args: Any) -> Json:
             roots = {"roots": [str(store)]}
             deployment["user_config"] = {**deployment["user_config"], "models": models, "checkpoints": roots}
     config["applications"].append(model("demo", **settings, max_waiting=300, kv_cache_bytes=512 << 20, **args))
+    return config
+
+
+def with_pair(config: Json) -> Json:
+    """With a model of two replicas, as the application `pair`."""
+    config = copy.deepcopy(config)
+    for application in config["applications"]:
+        for deployment in application.get("deployments", ()):
+            models = deployment["user_config"]["models"]
+            models = [*models, {**models[0], "id": PAIR, "app": "pair"}]
+            deployment["user_config"] = {**deployment["user_config"], "models": models}
+    config["applications"].append(model("pair", replicas={"min": 2, "max": 2}))
     return config

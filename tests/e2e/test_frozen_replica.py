@@ -1,7 +1,6 @@
 """A replica whose process is stopped: it says nothing, accepts nothing, and does not die by itself."""
 
 import contextlib
-import copy
 import os
 import signal
 import time
@@ -12,25 +11,11 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Service
-from tests.e2e.service_config import KEY, MODEL, Json, model
+from tests.e2e.service_config import KEY, MODEL, PAIR, with_pair
 from tests.e2e.test_failures import replica_processes
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
-
-PAIR = "tiny/Pair"
-
-
-def with_pair(config: Json) -> Json:
-    """With a model of two replicas, as the application `pair`."""
-    config = copy.deepcopy(config)
-    for application in config["applications"]:
-        for deployment in application.get("deployments", ()):
-            models = deployment["user_config"]["models"]
-            models = [*models, {**models[0], "id": PAIR, "app": "pair"}]
-            deployment["user_config"] = {**deployment["user_config"], "models": models}
-    config["applications"].append(model("pair", replicas={"min": 2, "max": 2}))
-    return config
 
 
 @contextlib.contextmanager

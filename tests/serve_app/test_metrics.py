@@ -121,7 +121,7 @@ def test_everything_that_an_engine_counts_is_a_metric_and_nothing_else():
 
 
 def test_everything_else_that_an_engine_tells_is_a_metric_of_its_own():
-    other = EngineStats(1, 1, 1, 1, 1, 1, 1, ("digest",), 1.0, True)
+    other = EngineStats(1, 1, 1, 1, 1, 1, 1, 1, ("digest",), 1.0, True)
     for one in fields(EngineStats):
         if one.name != "counters":
             told = replace(EngineStats(), **{one.name: getattr(other, one.name)})

@@ -13,6 +13,8 @@ from serve_app.config.model import parse_model_args
 from serve_app.replica import EngineUnhealthy, Replica
 from serve_app.replicas.channel.listener import Listener
 from serve_app.replicas.reports import Report
+from serve_app.replicas.status import Status, pack_adapters
+from tests.support.waiting import until
 
 FAST = {"step_s": 0.0, "reply_tokens": None, "vocab_size": 500}
 
@@ -123,7 +125,7 @@ def test_a_report_changes_with_time_and_not_with_the_order_in_which_adapters_are
             async for _ in made.generate(replace(request(), adapter=adapter)):
                 pass
         first = Report.of(made.record_routing_stats())
-        assert (first.is_ready, first.adapters, first.good_for_s) == (True, tuple(digests), 6.5)
+        assert (first.is_ready, first.adapters, first.good_for_s) == (True, pack_adapters(digests), 6.5)
         made.reconfigure({"silent_after_s": 9})
         assert Report.of(made.record_routing_stats()).good_for_s == 9
         async with asyncio.timeout(10):
@@ -131,6 +133,61 @@ def test_a_report_changes_with_time_and_not_with_the_order_in_which_adapters_are
                 await asyncio.sleep(0.05)
 
     run(test, health={"silent_after_s": 6.5})
+
+
+def test_while_an_ingress_listens_its_report_through_serve_does_not_change():
+    async def test(made: Replica) -> None:
+        told: list[Status] = []
+        listener = await Listener.start("127.0.0.1", on_status=told.append)
+        await made.tell_status(listener.endpoint, "app", "id")
+        assert made.record_routing_stats() == Report().fields()
+        with_adapter = replace(request(), adapter=Adapter("digest", "/nowhere"))
+        await made.run(with_adapter, listener.endpoint, listener.open().stream_id)
+        assert made.record_routing_stats() == Report().fields()
+        await until(lambda: any(status.adapters == pack_adapters(["digest"]) for status in told))
+        assert {(status.app, status.replica_id, status.good_for_s) for status in told} == {("app", "id", 6.5)}
+        await listener.close()
+        await until(lambda: made.record_routing_stats()["good_for_s"] == 6.5)
+        assert Report.of(made.record_routing_stats()).adapters == pack_adapters(["digest"])
+
+    run(test, health={"silent_after_s": 6.5})
+
+
+def test_an_ingress_that_streams_over_serve_gets_the_whole_report_though_another_one_listens():
+    async def test(made: Replica) -> None:
+        listener = await Listener.start("127.0.0.1")
+        await made.tell_status(listener.endpoint, "app", "id")
+        async for _ in made.generate(replace(request(), adapter=Adapter("digest", "/nowhere"))):
+            pass
+        report = Report.of(made.record_routing_stats())
+        assert (report.adapters, report.good_for_s) == (pack_adapters(["digest"]), 6.5)
+        await listener.close()
+
+    run(test, health={"silent_after_s": 6.5})
+
+
+def test_its_load_is_told_with_the_requests_of_others_apart():
+    async def test(made: Replica) -> None:
+        told: list[Status] = []
+        one, two = await Listener.start("127.0.0.1", on_status=told.append), await Listener.start("127.0.0.1")
+        await made.tell_status(one.endpoint, "app", "id")
+        engine_of(made).pause()
+        mine, *others = [one.open(), two.open(), two.open()]
+        calls = [
+            made.run(request(), listener.endpoint, stream.stream_id)
+            for listener, stream in ((one, mine), (two, others[0]), (two, others[1]))
+        ]
+        running = asyncio.gather(*calls)
+        await until(lambda: bool(told) and told[-1].load.others == 2)
+        load = told[-1].load
+        assert (load.running + load.waiting, load.queued_tokens, load.total_blocks > 0) == (3, 9, True)
+        engine_of(made).resume()
+        await running
+        await until(lambda: told[-1].load.others == told[-1].load.queued_tokens == 0)
+        await one.close()
+        await two.close()
+
+    run(test)
 
 
 def test_an_engine_that_has_failed_is_unhealthy():

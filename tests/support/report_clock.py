@@ -7,7 +7,7 @@ from serve_app.replicas.reports import ReplicaReports, Report
 
 def said(beat: int, *, is_ready: bool = True) -> Report:
     """A report that counts for 7 s."""
-    return Report(is_ready, (), beat, 7.0)
+    return Report(is_ready, b"", beat, 7.0)
 
 
 @dataclass

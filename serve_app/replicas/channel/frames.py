@@ -6,6 +6,7 @@ stream that the step touched, with trailing defaults left out:
     [stream]                                                           the replica has taken the request
     [stream, [token id…], finish, cached, [logprob…], [prompt logprob…]]   a `TokenDelta`
     [stream, "QueueFull", [argument…]]                                 an `EngineError`, by the name of its class
+    [0, app, replica id, ready, good for, [load…], adapters]           a `Status` of the replica itself
 
 An ingress sends `[stream…]`: streams that are no longer read.
 """
@@ -18,12 +19,16 @@ import msgpack
 
 from engines import errors
 from engines.protocol import FinishReason, TokenDelta, TokenLogprob
+from serve_app.replicas.status import Load, Status
 
 MAX_FRAME_BYTES = 64 << 20
 MAX_HELLO_BYTES = 1024
 
 Event = TokenDelta | errors.EngineError | None
 """An event of a stream; None: the replica has accepted the request."""
+
+NO_STREAM = 0
+"""The stream id of a status, which no stream has."""
 
 _LENGTH = struct.Struct("<I")
 _STREAM_AND_TOKENS = 2  # the fields of a delta's entry that are always there
@@ -68,10 +73,19 @@ def encode_frame(entries: Sequence[bytes]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode_events(body: bytes) -> list[tuple[int, Event]]:
+def encode_status(status: Status) -> bytes:
+    """One entry of a frame."""
+    load = status.load
+    numbers = (load.running, load.waiting, load.queued_tokens, load.free_blocks, load.total_blocks, load.others)
+    name = (NO_STREAM, status.app, status.replica_id)
+    packed: bytes = msgpack.packb((*name, status.is_ready, status.good_for_s, numbers, status.adapters))
+    return packed
+
+
+def decode_events(body: bytes) -> list[tuple[int, Event | Status]]:
     """The events of a frame's body, by stream. Raises `FrameError`."""
     try:
-        return [(entry[0], _event(entry)) for entry in _unpack(body)]
+        return [(entry[0], _status(entry) if entry[0] == NO_STREAM else _event(entry)) for entry in _unpack(body)]
     except (TypeError, ValueError, IndexError, KeyError) as exc:
         raise FrameError(f"not a frame of events: {type(exc).__name__}") from exc
 
@@ -147,6 +161,11 @@ def _event(entry: list) -> Event:  # type: ignore[type-arg]
         cached_tokens,
         tuple(None if fields is None else _logprob(fields) for fields in prompt_logprobs),
     )
+
+
+def _status(entry: list) -> Status:  # type: ignore[type-arg]
+    _, app, replica_id, is_ready, good_for_s, load, adapters = entry
+    return Status(app, replica_id, is_ready, good_for_s, Load(*load), adapters)
 
 
 def _logprob(fields: list) -> TokenLogprob:  # type: ignore[type-arg]

@@ -14,9 +14,11 @@ from serve_app.replicas.channel.frames import (
     encode_event,
     encode_frame,
     encode_hello,
+    encode_status,
     read_frame,
 )
 from serve_app.replicas.channel.listener import BROKEN, Endpoint, keep_alive
+from serve_app.replicas.status import Status
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,10 @@ class Link:
             if is_last and not over.done():
                 over.set_result(None)
         self._write(entries)
+
+    def tell(self, status: Status) -> None:
+        """Tell the ingress about this replica."""
+        self._send([encode_status(status)])
 
     async def close(self) -> None:
         """Send the remaining outputs and close the connection."""

@@ -6,6 +6,8 @@ Serve's own streaming costs one message per token and stream. Here the ingress l
 queue lengths, autoscaling, cancellation and the detection of dead replicas. The replica keeps one connection per
 ingress.
 
+A replica that was asked for it also tells its status on the connection (`status_sender.py`).
+
     ingress: Listener.open() -> Stream.receive()      <- frames -      replica: Links.to(endpoint) -> Link.deliver()
 
 This file is the ingress's end; `link.py` is the replica's end.
@@ -18,7 +20,7 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -34,6 +36,7 @@ from serve_app.replicas.channel.frames import (
     encode_stream_ids,
     read_frame,
 )
+from serve_app.replicas.status import Status
 from serve_app.replicas.unread import Unread
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,10 @@ MAX_STRANGERS = 256  # connections that have not sent their hello yet
 _BIG_FRAME_BYTES = 128 << 10  # decoding more than this takes milliseconds: off the event loop
 
 BROKEN = (asyncio.IncompleteReadError, ConnectionError, FrameError, TimeoutError, OSError)
+
+
+def _ignore(status: Status) -> None:
+    del status
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +156,18 @@ class Stream:
 class Listener:
     """The ingress's end of the channel: one port, all replicas of all models.
 
-    `last_frame_timeout_s`: how long a stream waits for its last frame after its Serve call has returned.
+    `last_frame_timeout_s`: how long a stream waits for its last frame after its Serve call has returned. `on_status`:
+    gets what replicas tell about themselves.
     """
 
-    def __init__(self, *, last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        *,
+        last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S,
+        on_status: Callable[[Status], None] = _ignore,
+    ) -> None:
         self.last_frame_timeout_s = last_frame_timeout_s
+        self._on_status = on_status
         self._token = secrets.token_bytes(32)
         self._server: asyncio.Server | None = None
         self._endpoint: Endpoint | None = None
@@ -163,9 +177,15 @@ class Listener:
         self._strangers = Strangers(MAX_STRANGERS)
 
     @classmethod
-    async def start(cls, host: str, *, last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S) -> Self:
+    async def start(
+        cls,
+        host: str,
+        *,
+        last_frame_timeout_s: float = LAST_FRAME_TIMEOUT_S,
+        on_status: Callable[[Status], None] = _ignore,
+    ) -> Self:
         """Listen on a free port of `host`, an address that replicas can reach."""
-        listener = cls(last_frame_timeout_s=last_frame_timeout_s)
+        listener = cls(last_frame_timeout_s=last_frame_timeout_s, on_status=on_status)
         listener._server = await asyncio.start_server(listener._greet, host, 0)
         port = listener._server.sockets[0].getsockname()[1]
         listener._endpoint = Endpoint(host, port, listener._token)
@@ -231,10 +251,13 @@ class Listener:
             raise FrameError("wrong token")
 
     def _dispatch(
-        self, events: Sequence[tuple[int, Event]], connection: asyncio.StreamWriter, streams: set[int]
+        self, events: Sequence[tuple[int, Event | Status]], connection: asyncio.StreamWriter, streams: set[int]
     ) -> None:
         unwanted = []
         for stream_id, event in events:
+            if isinstance(event, Status):
+                self._on_status(event)
+                continue
             stream = self._streams.get(stream_id)
             if stream is None or not stream._is_from(connection):
                 streams.discard(stream_id)

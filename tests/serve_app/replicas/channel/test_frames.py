@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engines import errors
 from engines.protocol import FinishReason, TokenDelta, TokenLogprob
 from serve_app.replicas.channel import frames
+from serve_app.replicas.status import Load, Status
 from serve_app.replicas.unread import merge
 
 token_ids = st.integers(0, 2**31 - 1)
@@ -57,6 +58,29 @@ def test_events_are_the_same_on_the_other_side(events):
     decoded = frames.decode_events(bodies(frame))
     assert [stream_id for stream_id, _ in decoded] == [stream_id for stream_id, _ in events]
     assert all(same(ours, theirs) for (_, ours), (_, theirs) in zip(events, decoded, strict=True))
+
+
+loads = st.builds(Load, *[st.integers(0, 2**40)] * 6)
+statuses = st.builds(Status, text, text, st.booleans(), st.floats(0, 1e9), loads, st.none() | st.binary(max_size=40))
+
+
+@given(statuses)
+def test_a_status_is_the_same_on_the_other_side(status):
+    decoded = frames.decode_events(bodies(frames.encode_frame([frames.encode_status(status)])))
+    assert decoded == [(frames.NO_STREAM, status)]
+
+
+def test_no_field_of_a_load_is_forgotten():
+    load = Load(1, 2, 3, 4, 5, 6)
+    assert dataclasses.astuple(load) == (1, 2, 3, 4, 5, 6)  # a field that is added must be added to the frames too
+
+
+@pytest.mark.parametrize(
+    "entry", [[0], [0, "app"], [0, "app", "id", True, 7.0, [1] * 7, b""], [0, "a", "i", 1, 1, 1, b""]]
+)
+def test_a_status_of_another_shape_is_refused(entry):
+    with pytest.raises(frames.FrameError):
+        frames.decode_events(msgpack.packb([entry]))
 
 
 def test_no_field_of_a_delta_is_forgotten():
