@@ -184,8 +184,9 @@ async def _open_remote(
 ) -> AsyncIterator[RelayedAnswer]:
     content = request.content
     ticket.record.about_remote(upstream.config.model, streamed=request.stream)
-    asked = request.body.most_tokens
-    await ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or _MOST_TOKENS)
+    count, of_each = request.num_choices, request.body.most_tokens
+    asked = None if of_each is None else count * of_each
+    await ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or count * _MOST_TOKENS)
     cost_us = len(content) * PARSE_US_PER_BYTE
     body = await edge.workers.run(cost_us, outgoing, content, upstream.config, stream=request.stream)
     ticket.hold(len(body))
