@@ -2,6 +2,7 @@
 answer. After that no other is tried, because the client has a part of the reply.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -169,7 +170,15 @@ async def _open_local(
     ticket.ignored_fields = parsed.ignored_fields
     find = model_of(endpoint, request.requested, ticket.caller.name)
     async with open_again(edge, ticket, parsed.body, operation.prepare, find) as answer:
-        yield answer if request.stream else FinishedAnswer(answer, await answer.whole())
+        yield answer if request.stream else FinishedAnswer(answer, await _whole(answer, ticket.record))
+
+
+async def _whole(answer: Answer, record: RequestRecord) -> bytes:
+    try:
+        return await answer.whole()
+    except asyncio.CancelledError:
+        answer.note(record)  # a client that leaves pays for what was computed
+        raise
 
 
 def _parsed(operation: Operation[Body], request: SlugRequest, edge: Edge) -> ParsedBody[Body]:
