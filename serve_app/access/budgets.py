@@ -69,6 +69,13 @@ class _Local:
         """What the database does not know."""
         return sum((spend for _, _, spend in self.unwritten), self.in_progress)
 
+    def begin_again(self, record_id: str) -> None:
+        """Let go of what the request held before."""
+        self.running.pop(record_id, None)
+        held = self.held.pop(record_id, None)
+        if held is not None:
+            self.known = self.known.ending(held, Spend())
+
     def learn(self, used: Used, today: date, record_id: str, most: Spend) -> None:
         """The database's answer for a request that may begin."""
         self.known, self.on = used.holding(most), today
@@ -118,6 +125,12 @@ class Budgets:
         self._locals: dict[str, _Local] = {}
         self._refusals: dict[str, _Refusal] = {}
 
+    def replace_books(self, books: Books | None) -> None:
+        """The next ledger counts its records from zero. With its first one it has written what the last one left."""
+        self.books = books
+        for local in self._locals.values():
+            local.unwritten = [(1, day, spend) for _, day, spend in local.unwritten]
+
     def check(self, caller: Caller) -> None:
         """Raises `BudgetExceeded` for a key that has spent its budget, as far as that is known without asking."""
         refusal = self._refusals.get(caller.name)
@@ -136,7 +149,7 @@ class Budgets:
         if not budget:
             return False
         local, most = self._locals.setdefault(caller.name, _Local()), budget.cap(most)
-        local.running.pop(record_id, None)
+        local.begin_again(record_id)
         if self.books is not None:
             local.forget(self.books.num_finished)
         answer = await self._ask(Ask(record_id, caller.name, budget, most, local.outside, lives_s))

@@ -2,6 +2,7 @@
 answer. After that no other is tried, because the client has a part of the reply.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -169,7 +170,15 @@ async def _open_local(
     ticket.ignored_fields = parsed.ignored_fields
     find = model_of(endpoint, request.requested, ticket.caller.name)
     async with open_again(edge, ticket, parsed.body, operation.prepare, find) as answer:
-        yield answer if request.stream else FinishedAnswer(answer, await answer.whole())
+        yield answer if request.stream else FinishedAnswer(answer, await _whole(answer, ticket.record))
+
+
+async def _whole(answer: Answer, record: RequestRecord) -> bytes:
+    try:
+        return await answer.whole()
+    except asyncio.CancelledError:
+        answer.note(record)  # a client that leaves pays for what was computed
+        raise
 
 
 def _parsed(operation: Operation[Body], request: SlugRequest, edge: Edge) -> ParsedBody[Body]:
@@ -184,8 +193,9 @@ async def _open_remote(
 ) -> AsyncIterator[RelayedAnswer]:
     content = request.content
     ticket.record.about_remote(upstream.config.model, streamed=request.stream)
-    asked = request.body.most_tokens
-    await ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or _MOST_TOKENS)
+    count, of_each = request.num_choices, request.body.most_tokens
+    asked = None if of_each is None else count * of_each
+    await ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or count * _MOST_TOKENS)
     cost_us = len(content) * PARSE_US_PER_BYTE
     body = await edge.workers.run(cost_us, outgoing, content, upstream.config, stream=request.stream)
     ticket.hold(len(body))

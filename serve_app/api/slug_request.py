@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Final
 
 from serve_app.access.auth import Caller
 from serve_app.api.schema.sampling import parse_body
@@ -12,14 +13,19 @@ from serve_app.explain import show
 from serve_app.marketplace.choice import PriceOptions
 from serve_app.marketplace.slugs import Marketplace, Slug, Wanted
 
+_CHOICES: Final = ("n", "best_of")
+
 
 @dataclass(frozen=True, slots=True)
 class SlugRequest:
-    """`content`: the body as it was received; an endpoint gets it with few changes."""
+    """`content`: the body as it was received; an endpoint gets it with few changes. `num_choices`: how many replies
+    an upstream may make of it.
+    """
 
     wanted: Wanted
     body: SlugFields
     content: bytes
+    num_choices: int = 1
 
     @property
     def requested(self) -> str:
@@ -62,7 +68,7 @@ def may_use(caller: Caller, slug: Slug) -> bool:
 
 def slug_request(wanted: Wanted, kind: type[SlugFields], raw: Mapping[str, object], content: bytes) -> SlugRequest:
     """Raises `InvalidRequest`."""
-    request = SlugRequest(wanted, parse_body(kind, raw), content)
+    request = SlugRequest(wanted, parse_body(kind, raw), content, max(_count(raw.get(name)) for name in _CHOICES))
     body = request.body
     if not request.stream and not wanted.slug.config.allow_whole:
         sentence = f"stream must be true for the marketplace slug {wanted.slug.id!r}, got {show(body.stream)}."
@@ -70,6 +76,14 @@ def slug_request(wanted: Wanted, kind: type[SlugFields], raw: Mapping[str, objec
     if body.stream_options is not None and not request.stream:
         raise InvalidRequest(f"stream_options needs stream to be true, got {show(body.stream)}.", "stream_options")
     return request
+
+
+def _count(value: object) -> int:
+    """1 for what no upstream takes for a number."""
+    try:
+        return max(1, int(float(value))) if isinstance(value, int | float | str) else 1
+    except (ValueError, OverflowError):
+        return 1
 
 
 def _usd(limit: float | None) -> Decimal | None:

@@ -60,7 +60,9 @@ class Ticket:
     def refund(self) -> None:
         """Charge nothing: the caller got no token."""
         self.lease.settle(0)
-        self.record.prompt_tokens = self.record.image_tokens = 0
+        record = self.record
+        record.prompt_tokens = record.image_tokens = record.cached_tokens = 0
+        record.completion_tokens = record.reasoning_tokens = 0
 
     def settle(self) -> None:
         """Charge what was used, as recorded. Once, at the end."""

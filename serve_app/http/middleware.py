@@ -186,7 +186,7 @@ def _log(record: RequestRecord) -> None:
         _quoted(record.path),
         record.status,
         record.outcome,
-        record.error_code,
+        _quoted(record.error_code),  # an upstream's, perhaps
         _quoted(record.asked_model),
         record.model,
         record.checkpoint,
@@ -196,12 +196,12 @@ def _log(record: RequestRecord) -> None:
         record.prompt_tokens,
         record.cached_tokens,
         record.completion_tokens,
-        record.finish_reason,
+        _quoted(record.finish_reason),
         round(1000 * (record.first_token_s or 0)),
         round(1000 * record.duration_s),
     )
 
 
 def _quoted(text: str) -> str:
-    """A caller's text as one word of a log line: line breaks and spaces are escaped."""
-    return quote(text, safe="/:;")[:_MAX_QUOTED_CHARACTERS]
+    """A stranger's text as one word of a log line: line breaks and spaces are escaped."""
+    return quote(text[:_MAX_QUOTED_CHARACTERS], safe="/:;", errors="replace")[:_MAX_QUOTED_CHARACTERS]

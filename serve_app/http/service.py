@@ -162,7 +162,7 @@ class Service:
         if isinstance(opened, Refusal):
             return [opened]
         before, self.ledger, self._ledger_config = self.ledger, opened, config
-        self.budgets.books = opened
+        self.budgets.replace_books(opened)
         if before is not None:
             await asyncio.to_thread(before.close)
         return []

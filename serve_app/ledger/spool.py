@@ -60,10 +60,10 @@ class Folder:
 
     @classmethod
     def adopt(cls, path: Path) -> Self | None:
-        """None if its process lives, or another one adopts it."""
+        """None if its process lives, or another one adopts it, or it belongs to another user."""
         try:
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -168,8 +168,11 @@ class Writer:
 
     def _write(self, segment: Segment) -> None:
         before, records = self._state.counters.torn, self._records(segment)
-        while chunk := list(islice(records, _RECORDS_AT_ONCE)):
-            self._insert(chunk)
+        try:
+            while chunk := list(islice(records, _RECORDS_AT_ONCE)):
+                self._insert(chunk)
+        except FileNotFoundError:  # without this, nothing would be written again
+            logger.error("Ledger: %s is gone, and its records with it.", segment.path)
         if torn := self._state.counters.torn - before:
             logger.error("Ledger: %d lines of %s hold no record and are left out.", torn, segment.path)
 

@@ -11,6 +11,7 @@ from serve_app.marketplace.secret import Secret
 
 _ABOUT_THE_ENDPOINT: Final = frozenset({401, 402, 403, 404, 405, 407, 408, 409, 421, 425, 426, 429})
 """Statuses below 500 for which another endpoint is asked: its key, its URL, its load."""
+_MODERATED: Final = frozenset({"content_filter", "content_policy_violation", "moderation_error"})
 _MAX_CHARACTERS: Final = 2000
 _MAX_NAME_CHARACTERS: Final = 64
 _WORD: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -20,7 +21,7 @@ _MARKUP: Final = re.compile(rb"\s*<[!?A-Za-z]")
 def judged(status: int, body: bytes, secret: Secret, retry_after: str = "") -> UpstreamFailed | UpstreamRefused:
     """`body`: may be anything, and may be cut. `retry_after`: the header."""
     error = _error_in(body)
-    is_refusal = 400 <= status < 500 and status not in _ABOUT_THE_ENDPOINT
+    is_refusal = 400 <= status < 500 and (status not in _ABOUT_THE_ENDPOINT or _is_moderated(status, error))
     if is_refusal and (status == 413 or not _MARKUP.match(body)):  # a page comes from something before the API
         return _refused(status, error, secret)
     code = _text(error, "code", secret) or _text(error, "type", secret)
@@ -62,6 +63,13 @@ def _detail(detail: object) -> object:
         return detail
     place = first.get("loc")
     return f"{'.'.join(map(str, place[1:])) if isinstance(place, list) else ''}: {first.get('msg')}".removeprefix(": ")
+
+
+def _is_moderated(status: int, error: JsonObject) -> bool:
+    """Whether it forbids the prompt, and not the key. One caller must not be able to take the endpoint from all."""
+    metadata = error.get("metadata")
+    is_flagged = isinstance(metadata, dict) and bool(metadata.get("reasons"))
+    return status == 403 and (is_flagged or not _MODERATED.isdisjoint((str(error.get("code")), str(error.get("type")))))
 
 
 def _refused(status: int, error: JsonObject, secret: Secret) -> UpstreamRefused:

@@ -143,9 +143,12 @@ class Relay:
             return content
         if self._wants_usage:
             return edited(content, {"usage": b"null"})
-        # Nothing is nested in what follows, and one object ends there: so it is the outermost one's.
-        shorter, count = _NULL_USAGE.subn(b"", content, 1)
-        return shorter if count else edited(content, {"usage": None})
+        if content.count(b'"usage"') == 1:  # else a search could take the square of their number
+            # Nothing is nested in what follows, and one object ends there: so it is the outermost one's.
+            shorter, count = _NULL_USAGE.subn(b"", content, 1)
+            if count:
+                return shorter
+        return edited(content, {"usage": None})
 
     def _with_model(self, content: bytes, value: JsonObject) -> bytes:
         """Most chunks have their model before anything nested, or after it, and are changed without a look at all."""

@@ -55,11 +55,11 @@ class SlugCompletionBody(SlugFields):
 
 
 class SlugChatBody(SlugFields):
-    """POST /chat/completions for a marketplace slug. `max_completion_tokens` overrides `max_tokens`."""
+    """POST /chat/completions for a marketplace slug. Some upstreams read `max_completion_tokens`, some `max_tokens`."""
 
     messages: Annotated[list[Any], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def most_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return max(filter(None, (self.max_completion_tokens, self.max_tokens)), default=None)

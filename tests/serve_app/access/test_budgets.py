@@ -157,6 +157,30 @@ def test_while_the_database_is_away_the_process_counts_on_from_what_it_knew() ->
     assert kept.refusal(lambda: kept.hold("g"))[1] == 12 * 3600
 
 
+def test_a_request_that_begins_again_without_the_database_is_counted_once() -> None:
+    kept = Kept()
+    assert kept.hold("a", 100) is True  # all of the limit
+    kept.books.used = None
+    assert kept.hold("a", 60) is False  # at another endpoint
+    assert kept.hold("b", 10) is False
+    kept.ended("a", 5)
+    kept.ended("b", 5)
+    assert kept.hold("c", 89) is False  # 10 are spent, and nothing is held
+    assert kept.hold("d", 1) is False
+
+
+def test_what_was_spent_counts_until_it_is_written_also_if_the_ledger_is_replaced_meanwhile() -> None:
+    kept = Kept(FakeBooks(None))
+    kept.hold("a", 30)
+    kept.ended("a", 25, number=500)
+    books = FakeBooks(Used())
+    kept.budgets.replace_books(books)
+    kept.hold("b")
+    books.num_finished = 1  # it has written what the other one left before
+    kept.hold("c")
+    assert [ask.unwritten.cost for ask in books.asked] == [25, 0]
+
+
 def test_what_was_spent_without_the_database_counts_until_it_is_written() -> None:
     kept = Kept(FakeBooks(None))
     kept.hold("a", 30)

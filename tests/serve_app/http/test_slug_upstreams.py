@@ -25,7 +25,7 @@ from tests.support.slugs import (
     under_clock,
 )
 from tests.support.upstream import Upstream
-from tests.support.upstream_replies import TEXTS, refusal, usage_of
+from tests.support.upstream_replies import TEXTS, Behaviour, Stream, refusal, usage_of
 from tests.support.wire import error
 
 pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
@@ -311,3 +311,27 @@ def test_the_upstreams_key_reaches_neither_the_client_nor_the_log(
     assert KEY not in caplog.text
     assert "set-cookie" not in response.headers
     assert "x-echo" not in response.headers
+
+
+FORGED = {"choices": [{"index": 0, "text": "", "finish_reason": "a\nrequest_id=0" + 5000 * "!"}]}
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        refusal(400, json.dumps({"error": {"message": "no", "code": "a\nrequest_id=0"}}).encode()),
+        Stream(until=1, then=(Stream().event(json.dumps(FORGED)), b"data: [DONE]\n\n")),
+    ],
+)
+def test_an_upstream_cannot_write_a_line_of_the_log(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, caplog: pytest.LogCaptureFixture, behaviour: Behaviour
+) -> None:
+    sell(remote("far", upstream.url))
+    upstream.behaves(behaviour)
+    with caplog.at_level("INFO"):
+        ask(edge)
+        edge.wait_until_idle()
+    (line,) = (one.getMessage() for one in caplog.records if "asked=" in one.getMessage())
+    assert "%0Arequest_id%3D0" in line
+    assert len(line) < 2000
+    assert "\n" not in line

@@ -17,6 +17,7 @@ from tests.support.slugs import (
     ask,
     ask_chat,
     endpoint_of,
+    last_record,
     listed,
     local,
     priced,
@@ -24,7 +25,8 @@ from tests.support.slugs import (
     text_of,
     under_clock,
 )
-from tests.support.wire import error, refused
+from tests.support.waiting import eventually
+from tests.support.wire import error, post_head, refused
 
 pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
 
@@ -350,6 +352,20 @@ def test_a_whole_reply_is_tried_elsewhere_as_long_as_none_of_it_was_sent(edge: R
     edge.wait_until_idle()
     record = edge.recorder.ended[-1]
     assert (record.passed_over, record.completion_tokens) == (("first",), len(edge.script.encode("def")) + 1)
+
+
+def test_a_client_that_leaves_a_whole_reply_pays_for_what_was_computed(edge: RunningEdge, sell: Sell) -> None:
+    sell(local("first", price=priced(1, 10)), allow_whole=True)
+    edge.script.says_and_hangs("abc", edge.engine)
+    generated = edge.engine.stats().counters.generated_tokens
+    body = json.dumps({"model": SLUG, "prompt": "hi", "max_tokens": 50}).encode()
+    head = post_head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}")
+    with edge.raw() as connection:
+        connection.sendall(head + body)
+        eventually(lambda: edge.engine.stats().counters.generated_tokens == generated + len(edge.script.encode("abc")))
+    record = last_record(edge)
+    assert (record.outcome, record.prompt_tokens) == (Outcome.LEFT, 2)
+    assert record.completion_tokens >= 1
 
 
 # --- listings, and who may use what ---

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -320,6 +321,24 @@ def test_records_that_the_disk_does_not_take_are_written_from_memory(
         assert amounts(ledger._database).requests == 500
         assert ledger.report.counters.dropped == 0
     assert "the spool fails: No space left on device" in caplog.text
+
+
+def test_records_whose_file_is_deleted_are_lost_and_those_after_them_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_ledger(tmp_path, write_interval_s=3600) as ledger:
+        eventually(lambda: ledger._writer._adopted_at > 0)
+        ledger.append(usage_record())
+        shutil.rmtree(ledger._spool.folder.path)
+        for _ in range(2):
+            ledger.write_now()
+            written(ledger)
+            ledger.append(usage_record())
+        ledger.write_now()
+        written(ledger)
+        assert amounts(ledger._database).requests == 2
+        assert (ledger.is_up, ledger.report.waiting_bytes) == (True, 0)
+    assert "00000001.jsonl is gone, and its records with it" in caplog.text
 
 
 # --- secrets ---

@@ -1,6 +1,8 @@
 """Requests for marketplace slugs in the ledger: one record each, of the endpoint that answered, at its price."""
 
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ from sqlalchemy import select
 from engines.fake import FakeConfig
 from serve_app.ledger import schema
 from tests.support.harness import BASE, CONTEXT, RunningEdge, config_for, running_edge
-from tests.support.slugs import SLUG, ask, endpoint_of, local, remote, slug
+from tests.support.slugs import SLUG, ask, ask_chat, endpoint_of, local, remote, slug
 from tests.support.upstream import Upstream, running_upstream
 from tests.support.usage_records import INTERVAL_S, written
+from tests.support.waiting import eventually
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 
@@ -95,6 +98,50 @@ def test_a_key_sees_its_slugs_and_not_the_models_behind_them(sold: RunningEdge) 
     with sold.http() as client:
         usage = client.get("/usage", params={"by": "model"}).json()
     assert {row["model"]: row["requests"] for row in usage["data"]} == {SLUG: 2, "acme/falls": 1}
+
+
+def held(edge: RunningEdge) -> int:
+    """What the only request under way may cost, in 10^-12 USD."""
+    ledger = edge.service.ledger
+    assert ledger is not None
+    with ledger._database.read() as connection:
+        (cost,) = connection.scalars(select(schema.HOLDS.c.cost))
+    return int(cost)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"max_tokens": 100}, 100),
+        ({"max_tokens": 100, "n": 3}, 300),
+        ({"max_tokens": 100, "n": 2, "best_of": 5}, 500),
+        ({"max_tokens": 100, "n": "3"}, 300),  # some upstreams take it
+        ({"max_tokens": 100, "n": [], "best_of": "x"}, 100),
+        ({"max_tokens": 100, "n": -1, "best_of": True}, 100),
+    ],
+)
+def test_every_choice_that_an_upstream_may_make_is_held(
+    sold: RunningEdge, upstream: Upstream, fields: dict[str, Any], most: int
+) -> None:
+    upstream.behaves("hang")
+    body = {"model": SLUG, "prompt": "hi", "stream": True, **fields}
+    with ThreadPoolExecutor(1) as others:
+        asking = others.submit(sold.post, "/completions", **body)
+        eventually(lambda: upstream.received)
+        cost = held(sold)
+        asking.result()
+    num_prompt = len(json.dumps(body)) // 4
+    assert abs(cost - most * 2_000_000 - num_prompt * 1_000_000) <= 10_000_000
+
+
+def test_a_chat_holds_the_larger_of_its_limits(sold: RunningEdge, upstream: Upstream) -> None:
+    """An upstream may know only one of them."""
+    upstream.behaves("hang")
+    with ThreadPoolExecutor(1) as others:
+        asking = others.submit(ask_chat, sold, max_tokens=500, max_completion_tokens=1)
+        eventually(lambda: upstream.received)
+        assert held(sold) >= 500 * 2_000_000
+        asking.result()
 
 
 def test_what_slugs_cost_counts_for_the_budget_of_the_key(sold: RunningEdge, upstream: Upstream) -> None:

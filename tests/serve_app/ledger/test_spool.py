@@ -95,6 +95,7 @@ def test_what_is_no_folder_of_records_is_not_adopted(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / ".being-made").mkdir()
+    (tmp_path / "cannot-be-opened" / "lock").mkdir(parents=True)
     assert abandoned(tmp_path) == []
     assert Folder.adopt(tmp_path / "not-there") is None
 

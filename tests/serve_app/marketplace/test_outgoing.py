@@ -1,6 +1,7 @@
 """What an upstream is sent: the caller's bytes, except for what must differ."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,3 +67,28 @@ def test_numbers_and_spellings_stay_and_repeated_fields_are_left_once() -> None:
     text = rb'{"model":"a","seed":12345678901234567890123,"x":1.0e-7,"\u006dodel":"b","price":{},"pric\u0065":1}'
     expected = rb'{"model":"their \"name\"","seed":12345678901234567890123,"x":1.0e-7}'
     assert outgoing(text, upstream(), stream=False) == expected
+
+
+@pytest.mark.parametrize("name", ["Model", "MODEL", "\\u004dodel", "Price", "Prompt_Cache_Key", "Stream_options"])
+def test_no_other_spelling_of_a_field_reaches_an_upstream_that_would_take_it(name: str) -> None:
+    """Go's JSON reader takes `Model` for `model`: callers could choose another model for the operator's key."""
+    text = f'{{"model":"a","{name}":"b","MODELS":1}}'
+    assert sent(text) == {"model": 'their "name"', "MODELS": 1, "stream_options": {"include_usage": True}}
+    assert sent(f'{{"{name}":"b","model":"a","MODELS":1}}') == sent(text)
+
+
+@pytest.mark.parametrize("name", ["stream", "max_tokens", "max_completion_tokens", "n", "best_of"])
+@pytest.mark.parametrize("spell", [str, str.upper, str.capitalize, lambda name: name.replace("s", "\u017f")])
+def test_an_upstream_reads_once_what_the_service_reads(name: str, spell: Callable[[str], str]) -> None:
+    before, after = (f'"{spell(name)}":9', f'"{name}":1')
+    for text in (f'{{"model":"a",{before},{after}}}', f'{{"model":"a",{after},"{spell(name).upper()}":9}}'):
+        read = outgoing(text.encode(), upstream(), stream=False)
+        assert read.count(b'"') == 4 + 2 * read.count(b'\\"')
+        assert json.loads(read)[name] == 1
+
+
+def test_other_spellings_in_the_options_of_a_stream_go_too() -> None:
+    assert sent('{"model":"a","stream_options":{"Include_Usage":false,"x":1}}')["stream_options"] == {
+        "include_usage": True,
+        "x": 1,
+    }

@@ -29,6 +29,27 @@ def test_statuses_that_are_the_callers_fault_pass_through(status: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "about",
+    [
+        '"code":403,"metadata":{"reasons":["violence"],"flagged_input":"..."}',  # as OpenRouter says it
+        '"code":"content_filter"',
+        '"code":"content_policy_violation"',
+        '"type":"moderation_error"',
+    ],
+)
+def test_a_prompt_that_is_forbidden_is_its_callers_fault(about: str) -> None:
+    """Else one caller could take an endpoint from all."""
+    error = judged(403, b'{"error":{"message":"flagged",%b}}' % about.encode(), NO)
+    assert isinstance(error, UpstreamRefused)
+    assert (str(error), error.status) == ("flagged", 403)
+
+
+@pytest.mark.parametrize("about", ['"code":"content"', '"metadata":{"reasons":[]}', '"metadata":["reasons"]'])
+def test_what_else_is_forbidden_is_the_endpoints_fault(about: str) -> None:
+    assert isinstance(judged(403, b'{"error":{"message":"no",%b}}' % about.encode(), NO), UpstreamFailed)
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         (b'{"error":"no"}', "no"),

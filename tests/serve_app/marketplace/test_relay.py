@@ -1,6 +1,7 @@
 """What a client gets of an upstream's events, and which tokens are counted."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -44,6 +45,15 @@ def relayed(*values: object, wants_usage: bool = False) -> tuple[list[Any], Used
     *chunks, last = data_of(content + using.end())
     assert last == b"[DONE]"
     return [json.loads(each) for each in chunks], using.used
+
+
+def test_a_chunk_with_its_usage_many_times_takes_time_in_proportion_to_its_length() -> None:
+    choice = b'{"choices":[{"index":0,"text":"a"}]'
+    text = choice + 20_000 * b',"usage":null' + b',"z":[]}'
+    began_at = time.process_time()
+    (result,) = data_of(relay().pass_on([Event(text)]))
+    assert time.process_time() - began_at < 1
+    assert json.loads(result) == {"model": "acme/tri", "choices": [{"index": 0, "text": "a"}], "z": []}
 
 
 @given(OBJECTS, st.data(), st.booleans())
