@@ -97,7 +97,7 @@ class Writer:
         while True:
             closing = self._closing  # a round that began before may have missed the last records
             self._round()
-            self._report()
+            self._tell()
             if closing:
                 break
             self._wake.wait(self._pause_s)
@@ -120,7 +120,13 @@ class Writer:
             if not state.is_up:
                 logger.warning("Ledger: the database %s is back.", self._database.name)
             state.num_finished, state.is_up, self._pause_s = mark, True, self._interval_s
-        state.adopted_bytes = sum(segment.num_bytes for folder in self._adopted for segment in folder.segments())
+
+    def _tell(self) -> None:
+        try:
+            self._state.adopted_bytes = sum(one.num_bytes for folder in self._adopted for one in folder.segments())
+            self._report()
+        except Exception:  # a disk that fails, or what the metrics raise: the records come first
+            logger.exception("Ledger: its state cannot be reported.")
 
     def _failed(self, exc: Exception) -> None:
         self._state.counters.write_errors += 1

@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from serve_app.config.ledger import LedgerConfig
 from serve_app.errors import ConfigRefused, LedgerUnavailable
 from serve_app.ledger import entries, schema
 from serve_app.ledger.database import Database
+from serve_app.ledger.ledger import Ledger, LedgerReport
 from serve_app.ledger.record import UsageRecord, microseconds
 from serve_app.ledger.sums import Amounts, Range, sum_up, total
 from tests.support.postgres import PASSWORD, Postgres
-from tests.support.usage_records import NOON, open_ledger, spooled, usage_record, written
+from tests.support.usage_records import INTERVAL_S, NOON, open_ledger, spooled, usage_record, written
 from tests.support.waiting import eventually
 
 pytest_plugins = ("tests.support.ledger_fixtures",)
@@ -339,6 +341,19 @@ def test_records_whose_file_is_deleted_are_lost_and_those_after_them_are_not(
         assert amounts(ledger._database).requests == 2
         assert (ledger.is_up, ledger.report.waiting_bytes) == (True, 0)
     assert "00000001.jsonl is gone, and its records with it" in caplog.text
+
+
+def test_a_report_that_fails_does_not_end_the_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def report(told: LedgerReport) -> None:
+        raise ValueError(f"no metrics for {told.is_up}")
+
+    ledger = Ledger.of(LedgerConfig(directory=str(tmp_path), write_interval_s=INTERVAL_S), report)
+    eventually(lambda: "no metrics" in caplog.text)
+    ledger.append(usage_record())
+    written(ledger)
+    assert amounts(ledger._database).requests == 1
+    ledger.close()
+    assert spooled(tmp_path) == 0
 
 
 # --- secrets ---
