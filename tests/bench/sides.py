@@ -74,8 +74,8 @@ def upstream() -> Iterator[int]:
         yield int(line.rpartition(":")[2])
 
 
-def configuration(upstream_port: int, key_file: Path) -> dict[str, object]:
-    """config.yaml as a pure gateway, with a slug for each pace."""
+def configuration(upstream_port: int, folder: Path) -> dict[str, object]:
+    """config.yaml as a pure gateway, with a slug for each pace. The upstream's key and the ledger are in the folder."""
     config: dict[str, object] = yaml.safe_load((ROOT / "config.yaml").read_text())
     applications = config["applications"]
     assert isinstance(applications, list)
@@ -89,7 +89,7 @@ def configuration(upstream_port: int, key_file: Path) -> dict[str, object]:
                     "upstream": {
                         "url": f"http://127.0.0.1:{upstream_port}/{path}/v1",
                         "model": pace,
-                        "key": {"file": str(key_file)},
+                        "key": {"file": str(folder / "upstream-key")},
                         "allow_private": True,
                     },
                     "price": {"prompt": 0.1, "cached": 0.02, "completion": 0.4},
@@ -103,15 +103,16 @@ def configuration(upstream_port: int, key_file: Path) -> dict[str, object]:
         "marketplace": {"slugs": slugs},
         "keys": [{"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}],
         "limits": {"per_key": {"concurrency": 1000}},
+        "ledger": {"directory": str(folder / "ledger")},
     }
     return {**config, "applications": [api]}
 
 
 @contextlib.contextmanager
 def roundhouse(upstream_port: int, folder: Path) -> Iterator[Side]:
-    port, path, key_file = free_port(), folder / "config.yaml", folder / "upstream-key"
-    key_file.write_text("sk-bench")
-    path.write_text(yaml.safe_dump(configuration(upstream_port, key_file)))
+    port, path = free_port(), folder / "config.yaml"
+    (folder / "upstream-key").write_text("sk-bench")
+    path.write_text(yaml.safe_dump(configuration(upstream_port, folder)))
 
     def pids() -> dict[int, str]:
         titles = {pid: " ".join(command_line(pid)) for pid in descendants()}
