@@ -60,6 +60,7 @@ class Replica:
         generating.
         """
         link = await self._links.to(endpoint)
+        self._statuses.tell_soon()
         await run_request(self._engine, self._with_own_id(request), link, stream_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:

@@ -9,8 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-STATUS_INTERVAL_S = 0.1
-"""The shortest time between two statuses of a replica on one connection."""
+STATUS_GAP_S = 0.05
+"""The shortest time between two statuses of a replica on one connection. A new request is told at once, or when this
+has passed.
+"""
+
+STATUS_LOOK_S = 0.25
+"""How often other changes are looked for."""
 
 STATUS_BEAT_S = 1.0
 """The longest time between two statuses, when nothing changes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from serve_app.replicas.channel.link import Link, Links
 from serve_app.replicas.channel.listener import Endpoint
-from serve_app.replicas.status import STATUS_BEAT_S, STATUS_INTERVAL_S, Status
+from serve_app.replicas.status import STATUS_BEAT_S, STATUS_GAP_S, STATUS_LOOK_S, Status
 
 
 @dataclass(slots=True)
@@ -31,13 +31,14 @@ class _Ingress:
 
 
 class StatusSender:
-    """Tells each ingress at most every `STATUS_INTERVAL_S`, from the running event loop. `close` it."""
+    """Tells each ingress, from the running event loop, as often as `status.py` says. `close` it."""
 
     def __init__(self, links: Links, read: Callable[[], Status]) -> None:
         """`read`: the status now. Its names do not count, and all requests count as those of others."""
         self._links = links
         self._read = read
         self._ingresses: dict[Endpoint, _Ingress] = {}
+        self._has_news = asyncio.Event()
         self._telling = asyncio.get_running_loop().create_task(self._run())
 
     @property
@@ -52,6 +53,10 @@ class StatusSender:
         ingress = self._ingresses[endpoint] = _Ingress(link, app, replica_id)
         ingress.tell(self._read())
 
+    def tell_soon(self) -> None:
+        """There is a new request: other ingresses would send more until they hear of it."""
+        self._has_news.set()
+
     async def close(self) -> None:
         self._telling.cancel()
         with suppress(asyncio.CancelledError):
@@ -64,4 +69,8 @@ class StatusSender:
                 now = self._read()
                 for ingress in self._ingresses.values():
                     ingress.tell(now)
-            await asyncio.sleep(STATUS_INTERVAL_S)
+            await asyncio.sleep(STATUS_GAP_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_LOOK_S - STATUS_GAP_S):
+                    await self._has_news.wait()
+            self._has_news.clear()

@@ -1,4 +1,4 @@
-"""What replicas tell ingresses, and what they report to Serve's controller, while the service runs."""
+"""What replicas report to Serve's controller while ingresses listen to them."""
 
 import pytest
 
@@ -10,11 +10,11 @@ pytestmark = pytest.mark.slow
 
 
 def test_replicas_report_next_to_nothing_to_serve_as_the_ingress_has_asked_each_of_them(service):
-    service.deploy(with_pair(service.config))
-    eventually(service.is_ready, 60)
-    eventually(lambda: service.broadcast("pair", "record_routing_stats") == 2 * [Report().fields()], 60)
-    for n in range(8):
-        reply = service.sdk().completions.create(model=PAIR, prompt=f"prompt {n}", max_tokens=3)
-        assert reply.usage.completion_tokens == 3
-    assert service.broadcast("pair", "record_routing_stats") == 2 * [Report().fields()]
-    eventually(lambda: service.is_idle("pair"), 30)
+    with service.serving(PAIR, with_pair(service.config)):
+        eventually(lambda: len(service.engines("pair")) == 2, 60)
+        eventually(lambda: service.broadcast("pair", "record_routing_stats") == 2 * [Report().fields()], 60)
+        for n in range(8):
+            reply = service.sdk().completions.create(model=PAIR, prompt=f"prompt {n}", max_tokens=3)
+            assert reply.usage.completion_tokens == 3
+        assert service.broadcast("pair", "record_routing_stats") == 2 * [Report().fields()]
+        eventually(lambda: service.is_idle("pair"), 30)

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field, replace
 from serve_app.replicas.channel.frames import decode_events, encode_frame, encode_status
 from serve_app.replicas.reports import ReplicaReports, Report
 from serve_app.replicas.router import Patience, Wish, candidate_of, choose
-from serve_app.replicas.status import STATUS_BEAT_S, STATUS_INTERVAL_S, Load, Status, adapter_key, pack_adapters
+from serve_app.replicas.status import (
+    STATUS_BEAT_S,
+    STATUS_GAP_S,
+    STATUS_LOOK_S,
+    Load,
+    Status,
+    adapter_key,
+    pack_adapters,
+)
 
 BATCH = 32  # max_running
 CAPACITY = 160  # and max_waiting
@@ -59,6 +67,8 @@ class Replica:
     adapters: OrderedDict[str, None] = field(default_factory=OrderedDict)
     by_ingress: Counter[int] = field(default_factory=Counter)
     packed: bytes | None = None
+    told_at: float = 0.0
+    has_news: bool = False
 
     @property
     def requests(self) -> int:
@@ -127,7 +137,7 @@ class Simulation:
         if not settings.from_serve:
             self.every(0.5, 0.0, self.turn)
             for replica in self.replicas.values():
-                self.every(STATUS_INTERVAL_S, self.random.random() * STATUS_INTERVAL_S, lambda r=replica: self.tell(r))
+                self.every(STATUS_LOOK_S, self.random.random() * STATUS_LOOK_S, lambda r=replica: self.tell(r))
         self.every(0.25, settings.warm_s, self.sample)
         self.at(0.0, self.arrive)
         while self.events and self.events[0][0] < settings.warm_s + settings.seconds:
@@ -155,6 +165,7 @@ class Simulation:
 
     def tell(self, replica: Replica) -> None:
         """As `StatusSender` does."""
+        replica.told_at, replica.has_news = self.now, False
         base = replica.status()
         for number, ingress in enumerate(self.ingresses):
             others = base.load.others - replica.by_ingress[number]
@@ -170,6 +181,12 @@ class Simulation:
             if self.is_measured:
                 self.result.frames += 1
                 self.result.frame_bytes += len(frame)
+
+    def tell_soon(self, replica: Replica) -> None:
+        if not (replica.has_news or self.settings.from_serve):
+            replica.has_news = True
+            at = max(self.now, replica.told_at + STATUS_GAP_S)
+            self.at(at, lambda: self.tell(replica) if replica.has_news else None)
 
     def sample(self) -> None:
         requests = [replica.requests for replica in self.replicas.values()]
@@ -233,6 +250,7 @@ class Simulation:
         request.seen = replica.requests
         if self.is_measured:
             self.result.late[len(replica.running) >= BATCH] += 1
+        self.tell_soon(replica)
         self.begin(replica)
 
     def begin(self, replica: Replica) -> None:

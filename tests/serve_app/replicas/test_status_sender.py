@@ -10,7 +10,7 @@ import pytest
 from serve_app.errors import ReplicaLost
 from serve_app.replicas.channel.link import Links
 from serve_app.replicas.channel.listener import Listener
-from serve_app.replicas.status import STATUS_BEAT_S, STATUS_INTERVAL_S, Load, Status
+from serve_app.replicas.status import STATUS_BEAT_S, STATUS_GAP_S, STATUS_LOOK_S, Load, Status
 from serve_app.replicas.status_sender import StatusSender
 from tests.support.waiting import until
 
@@ -67,19 +67,40 @@ def test_an_ingress_is_told_at_once_and_then_what_changes():
     asyncio.run(main())
 
 
-def test_without_a_change_it_is_told_every_second_and_with_changes_every_tenth():
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_without_a_change_it_is_told_every_second():
     async def main() -> None:
-        told, began = await ingress(), asyncio.get_running_loop().time()
-        async with replica() as (made, sender):
+        told, began = await ingress(), now()
+        async with replica() as (_, sender):
             await sender.add(told.listener.endpoint, "app", "id")
             await until(lambda: len(told.statuses) == 3)
-            assert asyncio.get_running_loop().time() - began >= 2 * STATUS_BEAT_S
-            before, began = len(told.statuses), asyncio.get_running_loop().time()
-            for running in range(1, 400):
-                made.now = replace(made.now, load=Load(running=running))
-                await asyncio.sleep(0.001)
-            passed = asyncio.get_running_loop().time() - began
-            assert 2 <= len(told.statuses) - before <= passed / STATUS_INTERVAL_S + 1
+            assert 2 * STATUS_BEAT_S <= now() - began < 2 * STATUS_BEAT_S + 10
+        await told.listener.close()
+
+    asyncio.run(main())
+
+
+def test_changes_are_told_together_and_new_requests_sooner_but_never_more_often_than_promised():
+    async def main() -> None:
+        told = await ingress()
+
+        async def told_per_s(*, soon: bool) -> float:
+            before, began = len(told.statuses), now()
+            while now() - began < 4 * STATUS_LOOK_S:
+                made.now = replace(made.now, load=Load(running=made.now.load.running + 1))
+                if soon:
+                    sender.tell_soon()
+                await asyncio.sleep(0)
+            return (len(told.statuses) - before - 1) / (now() - began)
+
+        async with replica() as (made, sender):
+            await sender.add(told.listener.endpoint, "app", "id")
+            await until(lambda: told.statuses)
+            assert await told_per_s(soon=False) <= 1 / STATUS_LOOK_S
+            assert 1 / STATUS_LOOK_S < await told_per_s(soon=True) <= 1 / STATUS_GAP_S
         await told.listener.close()
 
     asyncio.run(main())
