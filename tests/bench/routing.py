@@ -31,19 +31,20 @@ from tests.support.routing_simulation import APP, CAPACITY, Result, Settings, Si
 
 
 def moved(count: int, keys: int = 2000) -> tuple[float, int]:
-    """The share of keys that move when a replica leaves, times the number of replicas, and how many moved that were on
-    another one. Averaged over ten that leave.
+    """Of ten replicas that leave in turn: how many keys move for each key that was on it, and how many were on another
+    one. So the average share that moves is the first figure divided by the number of replicas.
     """
     candidates = [Candidate(name, 0, CAPACITY) for name in names(count)]
     wishes = [Wish(f"conversation {n}", "", "r") for n in range(keys)]
-    home = {wish: choose(candidates, wish, Patience())[0] for wish in wishes}
-    shares, strays = [], 0
+    home = {wish: choose(candidates, wish, Patience())[0].replica_id for wish in wishes}
+    had = changed = strays = 0
     for gone in candidates[: min(10, count)]:
         left = [candidate for candidate in candidates if candidate is not gone]
-        changed = [wish for wish in wishes if choose(left, wish, Patience())[0] != home[wish]]
-        shares.append(len(changed) / keys)
-        strays += sum(home[wish] is not gone for wish in changed)
-    return statistics.mean(shares) * count, strays
+        others = [wish for wish in wishes if choose(left, wish, Patience())[0].replica_id != home[wish]]
+        had += sum(name == gone.replica_id for name in home.values())
+        changed += len(others)
+        strays += sum(home[wish] != gone.replica_id for wish in others)
+    return changed / had, strays
 
 
 def broadcast_bytes(count: int, stats: dict[str, object]) -> int:
@@ -101,7 +102,7 @@ def share(counts: Counter[bool]) -> float:
 
 
 def moved_table(counts: list[int]) -> Iterator[str]:
-    yield "| replicas | keys that move when one leaves, times the replicas | keys of others that move |"
+    yield "| replicas | keys that move for each key of the one that leaves | keys of others that move |"
     yield "|--:|--:|--:|"
     for count in counts:
         share, strays = moved(count)

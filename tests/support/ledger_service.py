@@ -15,6 +15,7 @@ import httpx
 
 from engines.fake import FakeConfig
 from tests.support.harness import BASE, CONTEXT, KEY, running_edge
+from tests.support.running_up import ROOT
 
 
 @dataclass
@@ -36,7 +37,7 @@ class ServiceProcess:
 @contextmanager
 def service_process(config: dict[str, Any]) -> Iterator[ServiceProcess]:
     command = [sys.executable, "-m", "tests.support.ledger_service"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -1,5 +1,6 @@
 """Folders and files made to lead the store astray."""
 
+import contextlib
 import gc
 import json
 import os
@@ -119,10 +120,9 @@ def test_what_is_no_regular_file_is_refused_at_once(root: Path, name: str, kind:
 
 def test_a_socket_is_nothing(root: Path, tmp_path: Path) -> None:
     target = write(root, {CONFIG_FILE: config()})
-    os.chdir(target)  # the name of a socket may not be long
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(WEIGHTS_FILE)
-        os.chdir("/")
+        with contextlib.chdir(target):  # the name of a socket may not be long
+            listener.bind(WEIGHTS_FILE)
         with pytest.raises(CheckpointIncomplete):
             resolve(root)
 

@@ -21,6 +21,7 @@ from serve_app.ledger.holds import Answer, Ask, HoldDesk, release_all
 from serve_app.ledger.record import microseconds
 from serve_app.ledger.spend import Budget, Reached, Spend, Used, seconds_left
 from serve_app.ledger.sums import Range, sum_up, total
+from tests.support.running_up import ROOT
 from tests.support.usage_records import NOON, usage_record
 from tests.support.waiting import eventually
 
@@ -252,7 +253,7 @@ def test_a_flood_from_several_processes_passes_the_limit_by_less_than_one_reques
     """200 requests at a time in each, which hold 100 and cost 70 each, and a limit of 10,000."""
     command = [sys.executable, "-c", FLOOD, str(tmp_path), database_url]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(number)], **pipes) for number in range(2)]
+    processes = [subprocess.Popen([*command, str(number)], cwd=ROOT, **pipes) for number in range(2)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:

@@ -23,6 +23,7 @@ from serve_app.ledger.ledger import Ledger, LedgerReport
 from serve_app.ledger.record import UsageRecord, microseconds
 from serve_app.ledger.sums import Amounts, Range, sum_up, total
 from tests.support.postgres import PASSWORD, Postgres
+from tests.support.running_up import ROOT
 from tests.support.usage_records import INTERVAL_S, NOON, open_ledger, spooled, usage_record, written
 from tests.support.waiting import eventually
 
@@ -112,7 +113,7 @@ def test_tables_of_a_newer_version_are_left_alone(database: Database) -> None:
 
 def test_several_processes_may_make_the_tables_at_once(database_url: str) -> None:
     code = "import sys; from serve_app.ledger.database import Database; Database.of(sys.argv[1]).ping()"
-    processes = [subprocess.Popen([sys.executable, "-c", code, database_url]) for _ in range(4)]
+    processes = [subprocess.Popen([sys.executable, "-c", code, database_url], cwd=ROOT) for _ in range(4)]
     assert [process.wait(60) for process in processes] == [0] * 4
 
 
@@ -135,7 +136,7 @@ with open_ledger(Path(directory), url=url) as ledger:
 
 def test_the_sums_of_several_processes_are_right(tmp_path: Path, database_url: str, database: Database) -> None:
     command = [sys.executable, "-c", WRITES, str(tmp_path), database_url]
-    processes = [subprocess.Popen([*command, str(number)]) for number in range(3)]
+    processes = [subprocess.Popen([*command, str(number)], cwd=ROOT) for number in range(3)]
     assert [process.wait(120) for process in processes] == [0] * 3
     assert amounts(database) == Amounts(900, 9000, 0, 4500, 0, 0, 3 * sum(range(300)))
     by_all = sum_up(database, ("key", "model", "day"), EVERYTHING)
@@ -161,7 +162,7 @@ with open_ledger(Path(sys.argv[1]), write_interval_s=3600) as ledger:
 
 
 def test_the_records_of_a_killed_process_are_written_by_the_next(tmp_path: Path) -> None:
-    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False).returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=ROOT, check=False).returncode == -signal.SIGKILL
     last = max(tmp_path.glob("spool/*/*.jsonl"))
     with last.open("ab") as stream:
         stream.write(usage_record().line()[:-20])  # a crash of the machine can tear a line

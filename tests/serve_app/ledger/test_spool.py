@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from serve_app.errors import ConfigRefused
 from serve_app.ledger.spool import Folder, Spool, abandoned
+from tests.support.running_up import ROOT
 
 LINES = st.lists(st.one_of(st.binary(min_size=1, max_size=30).map(lambda b: b.replace(b"\n", b"") + b"\n"), st.none()))
 
@@ -134,7 +135,7 @@ spool.close()
 
 
 def test_a_line_that_fits_in_part_leaves_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n") == ["refused 16", "refused 16", ""]
     (folder,) = abandoned(tmp_path / "spool")
     assert [line for one in folder.segments() for line in one.lines()] == [b"1234567\n", b"1234567\n", b"7654321\n"]
@@ -168,7 +169,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_killed_process_leaves_every_line(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL
     (folder,) = abandoned(tmp_path / "spool")
     assert [int(line) for segment in folder.segments() for line in segment.lines()] == list(range(1000))
