@@ -12,7 +12,7 @@ proxy in front of it. All in one run and in turn; the service runs with the sett
     open       500 streams of a token each 2 s: memory that one more open stream takes
 
 The upstream is `fast_upstream.py`, a process of its own; the clients are this process. `VENV` is an environment with
-`litellm[proxy]`, not this repository's: `python3 -m venv VENV && VENV/bin/pip install 'litellm[proxy]==1.110.2'`.
+`litellm[proxy]`, not this repository's: `python3 -m venv VENV && VENV/bin/pip install 'litellm[proxy]==1.106.12'`.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -307,6 +308,7 @@ def main() -> None:
     parser.add_argument("--open", type=int, default=500)
     parser.add_argument("--without-us", action="store_true", help="the upstream directly and LiteLLM alone")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what it started too
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = stack.enter_context(upstream())
