@@ -110,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(commands: Mapping[str, Sequence[str]]) -> int:
     """Start them all. Returns when the first of them ends, with its status, or on Ctrl-C and SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     with ExitStack() as stack:
         running = []
         for where, command in commands.items():
