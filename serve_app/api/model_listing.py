@@ -89,8 +89,7 @@ def _endpoint(endpoint: Endpoint, down: Collection[str]) -> EndpointReply:
 
 
 def _price(price: Price) -> PriceReply:
-    cached = price.prompt if price.cached is None else price.cached
-    return {"prompt": _usd(price.prompt), "cached": _usd(cached), "completion": _usd(price.completion)}
+    return {"prompt": _usd(price.prompt), "cached": _usd(price.of_cached), "completion": _usd(price.completion)}
 
 
 def _usd(price: Decimal) -> str:

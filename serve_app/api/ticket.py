@@ -73,5 +73,5 @@ def _dearest(price: Price | None, num_prompt: int, most: int) -> Spend:
     """What a request costs whose reply is as long as it may be."""
     if price is None:
         return Spend(0, num_prompt + most)
-    num_cached = num_prompt if price.cached is not None and price.cached > price.prompt else 0
+    num_cached = num_prompt if price.of_cached > price.prompt else 0
     return Spend(to_pico(price.cost(Tokens(num_prompt, num_cached, most))), num_prompt + most)

@@ -50,8 +50,7 @@ def _prices(price: Price | None) -> Mapping[str, int]:
     """In 10^-12 USD per token."""
     if price is None:
         return {}
-    cached = price.prompt if price.cached is None else price.cached
-    named = {"prompt_price": price.prompt, "cached_price": cached, "completion_price": price.completion}
+    named = {"prompt_price": price.prompt, "cached_price": price.of_cached, "completion_price": price.completion}
     return {name: to_pico(usd / _MILLION) for name, usd in named.items()}
 
 

@@ -57,8 +57,12 @@ class Price(Section):
     ] = None
     completion: Annotated[Usd, Doc("USD per million completion tokens, with at most six decimals.")]
 
+    @property
+    def of_cached(self) -> Decimal:
+        """USD per million prompt tokens that came from a prefix cache."""
+        return self.prompt if self.cached is None else self.cached
+
     def cost(self, tokens: Tokens) -> Decimal:
         """USD."""
-        cached = self.prompt if self.cached is None else self.cached
         fresh = tokens.prompt - tokens.cached
-        return (fresh * self.prompt + tokens.cached * cached + tokens.completion * self.completion) / _MILLION
+        return (fresh * self.prompt + tokens.cached * self.of_cached + tokens.completion * self.completion) / _MILLION
