@@ -158,7 +158,7 @@ class Handlers:
     async def _generate(self, exchange: Exchange, operation: Operation[Body]) -> None:
         edge = self._edge()
         limits, service = edge.limits, self._service
-        exchange.before_end.append(partial(self._book, exchange))
+        exchange.before_end = partial(self._book, exchange)
         service.budgets.check(exchange.caller)
         admitted = service.limiter.admit(exchange.caller, bytes_in_flight=limits.bytes_in_flight)
         with service.capacity.admit(), admitted as lease:

@@ -38,8 +38,8 @@ class Exchange:
     response_ended: bool = False
     waits_for_client: bool = False  # to read; stays true when the wait timed out
     extra_headers: dict[str, str] = field(default_factory=dict)
-    before_end: list[Callable[[], None]] = field(default_factory=list)
-    """What must happen before the client can have the whole response; the last one first, each once."""
+    before_end: Callable[[], None] | None = None
+    """What must happen, once, before the client can have the whole response."""
 
     @classmethod
     def of(cls, scope: Scope) -> "Exchange":
@@ -87,9 +87,10 @@ class Exchange:
         await self._send_body({"type": "http.response.body", "body": content})
 
     def finish(self) -> None:
-        """Do what is left of `before_end`."""
-        while self.before_end:
-            self.before_end.pop()()
+        """Do `before_end`, unless that was done."""
+        before_end, self.before_end = self.before_end, None
+        if before_end is not None:
+            before_end()
 
     async def _send_body(self, message: Message) -> None:
         self.waits_for_client = True
