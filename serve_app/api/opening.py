@@ -7,6 +7,7 @@ a marketplace slug goes through `slug_opening.py` first, which comes here for en
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from engines.errors import AdapterChanged, EngineStopped
@@ -51,7 +52,7 @@ Find = Callable[[Edge], Awaitable[ResolvedModel]]
 """Finds the model that a request runs on, by the settings of an edge."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Operation(Generic[Body]):
     """One of the two generating endpoints of the API. `path`: below the prefix, as also upstreams have it."""
 
@@ -60,10 +61,15 @@ class Operation(Generic[Body]):
     slug_body: type[SlugFields]
     prepare: Prepare[Body]
 
-    @property
+    @cached_property
+    def names(self) -> Known:
+        """The names of the fields that are read for models. They are the same for every request."""
+        return self.body.names()
+
+    @cached_property
     def all_names(self) -> Known:
         """The names of the fields that are read, for slugs or for models."""
-        return {**self.slug_body.names(), **self.body.names()}
+        return {**self.slug_body.names(), **self.names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +86,12 @@ def parse_request(
     """The record gets the requested model even when the rest of the body is refused. Raises `InvalidRequest`, or
     `ModelNotFound` for an endpoint that its slug does not have.
     """
-    names = operation.body.names()
     raw = parse_object(content, operation.all_names, longest_context=edge.catalog.longest_context)
     ticket.record.asked_for(raw.get("model"))
     wanted = wanted_slug(edge.marketplace, raw.get("model"), ticket.caller)
     if wanted is not None:
         return slug_request(wanted, operation.slug_body, raw, content)
-    return parsed_body(operation, raw, edge, names)
+    return parsed_body(operation, raw, edge, operation.names)
 
 
 def parsed_body(operation: Operation[Body], raw: JsonObject, edge: Edge, read: Known) -> ParsedBody[Body]:
