@@ -25,11 +25,5 @@ def session_edge(model_folders: dict[str, str]) -> Iterator[RunningEdge]:
 
 @pytest.fixture
 def edge(session_edge: RunningEdge) -> Iterator[RunningEdge]:
-    """The service in its first state; what a test leaves behind is its failure."""
-    session_edge.script.makes_something_up()
-    session_edge.script.requests.clear()
-    session_edge.checkpoints.held.clear()
-    session_edge.recorder.ended.clear()
-    yield session_edge
-    session_edge.engine.resume()
-    session_edge.wait_until_idle()
+    with session_edge.in_first_state() as running:
+        yield running

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 import openai
@@ -209,6 +209,17 @@ class RunningEdge:
 
     def raw(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    @contextmanager
+    def in_first_state(self) -> Iterator[Self]:
+        """As it was started, for one test; what the test leaves behind is its failure."""
+        self.script.makes_something_up()
+        self.script.requests.clear()
+        self.checkpoints.held.clear()
+        self.recorder.ended.clear()
+        yield self
+        self.engine.resume()
+        self.wait_until_idle()
 
     def reconfigure(self, **changes: Any) -> None:
         """Take over the configuration with some sections replaced."""

@@ -31,13 +31,9 @@ def running_far(model_folders: dict[str, str]) -> Iterator[RunningEdge]:
 
 @pytest.fixture
 def far(running_far: RunningEdge) -> Iterator[RunningEdge]:
-    """The other service, in its first state."""
-    running_far.script.makes_something_up()
-    running_far.script.requests.clear()
-    running_far.recorder.ended.clear()
-    yield running_far
-    running_far.engine.resume()
-    running_far.wait_until_idle()
+    """The other service."""
+    with running_far.in_first_state() as running:
+        yield running
 
 
 @pytest.fixture

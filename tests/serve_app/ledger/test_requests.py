@@ -42,11 +42,8 @@ def module_edge(model_folders: dict[str, str], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def booked(module_edge: RunningEdge) -> Iterator[RunningEdge]:
-    module_edge.script.makes_something_up()
-    module_edge.recorder.ended.clear()
-    yield module_edge
-    module_edge.engine.resume()
-    module_edge.wait_until_idle()
+    with module_edge.in_first_state() as running:
+        yield running
 
 
 def rows_of(edge: RunningEdge, request_id: str) -> list[dict[str, Any]]:

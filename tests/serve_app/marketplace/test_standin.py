@@ -19,20 +19,9 @@ from tests.support.upstream_behaviours import BEHAVIOURS
 from tests.support.upstream_replies import TEXTS, Act, Asked, Reset, Stream, Wait
 from tests.support.waiting import eventually
 
+pytest_plugins = ("tests.support.upstream_fixtures",)
+
 ASKED = {"model": "theirs", "prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
-
-
-@pytest.fixture(scope="module")
-def module_upstream() -> Iterator[Upstream]:
-    with running_upstream() as upstream:
-        yield upstream
-
-
-@pytest.fixture
-def upstream(module_upstream: Upstream) -> Iterator[Upstream]:
-    module_upstream.received.clear()
-    yield module_upstream
-    module_upstream.behaves("normal")
 
 
 def post(url: str, path: str = "/completions", **fields: Any) -> httpx.Response:
@@ -68,8 +57,8 @@ WELL_FORMED = [
 
 
 @pytest.mark.parametrize("name", WELL_FORMED)
-def test_every_shape_of_a_stream_holds_the_same_text(upstream: Upstream, name: str) -> None:
-    text = post(upstream.url_as(name)).text.removeprefix("\ufeff")
+def test_every_shape_of_a_stream_holds_the_same_text(server: Upstream, name: str) -> None:
+    text = post(server.url_as(name)).text.removeprefix("\ufeff")
     events = [event for event in "\n".join(text.splitlines()).split("\n\n") if event]
     data = ["\n".join(line[5:] for line in event.split("\n") if line.startswith("data:")) for event in events]
     chunks = [json.loads(each) for each in data if each.strip() != "[DONE]"]
@@ -89,16 +78,16 @@ def test_every_shape_of_a_stream_holds_the_same_text(upstream: Upstream, name: s
         ("usage-never", [None, None, None, None]),
     ],
 )
-def test_usage_comes_where_the_behaviour_says(upstream: Upstream, name: str, counted: list[int | None]) -> None:
-    with sdk(upstream.url_as(name)) as client:
+def test_usage_comes_where_the_behaviour_says(server: Upstream, name: str, counted: list[int | None]) -> None:
+    with sdk(server.url_as(name)) as client:
         options: Any = {"include_usage": True}
         chunks = client.completions.create(model="m", prompt="x", stream=True, stream_options=options)
         assert [chunk.usage.completion_tokens if chunk.usage else None for chunk in chunks] == counted
 
 
-def test_the_sdk_reads_chats(upstream: Upstream) -> None:
+def test_the_sdk_reads_chats(server: Upstream) -> None:
     messages: Any = [{"role": "user", "content": "x"}]
-    with sdk(upstream.url) as client:
+    with sdk(server.url) as client:
         chunks = list(client.chat.completions.create(model="m", messages=messages, stream=True))
         whole = client.chat.completions.create(model="m", messages=messages)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "".join(TEXTS)
@@ -106,77 +95,77 @@ def test_the_sdk_reads_chats(upstream: Upstream) -> None:
     assert whole.choices[0].message.content == "".join(TEXTS)
 
 
-def test_requests_are_kept_as_they_came(upstream: Upstream) -> None:
+def test_requests_are_kept_as_they_came(server: Upstream) -> None:
     content = b'{"model": "m",  "stream":false, "x": 0.10}'
-    with httpx.Client(base_url=upstream.url, headers={"X-One": "1"}) as client:
+    with httpx.Client(base_url=server.url, headers={"X-One": "1"}) as client:
         for _ in range(2):
             client.post("/completions", content=content)
-    first, second = upstream.received
+    first, second = server.received
     assert (first.method, first.path, first.body) == ("POST", "/v1/completions", content)
     assert (first.header("x-one"), first.turn, second.turn) == ("1", 1, 2)
     assert first.connection == second.connection
 
 
-def test_it_holds_the_rest_until_it_is_released(upstream: Upstream) -> None:
-    upstream.behaves("stall")
-    with streaming(upstream.url) as response:
+def test_it_holds_the_rest_until_it_is_released(server: Upstream) -> None:
+    server.behaves("stall")
+    with streaming(server.url) as response:
         lines = response.iter_lines()
         assert [json.loads(next(line for line in lines if line)[6:])["choices"][0]["text"] for _ in "12"] == [
             *TEXTS[:2]
         ]
-        eventually(lambda: upstream.received[0].waits == 1)
-        assert upstream.received[0].ended_at is None
-        upstream.release()
+        eventually(lambda: server.received[0].waits == 1)
+        assert server.received[0].ended_at is None
+        server.release()
         assert "data: [DONE]" in list(lines)
-    assert upstream.received[0].over.wait(10)
-    assert upstream.received[0].left_at is None
+    assert server.received[0].over.wait(10)
+    assert server.received[0].left_at is None
 
 
-def test_a_client_that_leaves_is_noticed(upstream: Upstream) -> None:
-    upstream.behaves("hang")
-    with raw(upstream.port) as connection:
+def test_a_client_that_leaves_is_noticed(server: Upstream) -> None:
+    server.behaves("hang")
+    with raw(server.port) as connection:
         assert connection.recv(1)
-        assert upstream.received[0].left_at is None
-    assert upstream.received[0].left.wait(10)
-    eventually(lambda: upstream.open_connections == 0)
+        assert server.received[0].left_at is None
+    assert server.received[0].left.wait(10)
+    eventually(lambda: server.open_connections == 0)
 
 
-def test_a_client_that_does_not_read_holds_it_up(upstream: Upstream) -> None:
-    upstream.behaves("endless-stream")
-    with raw(upstream.port):
-        eventually(lambda: upstream.received and upstream.received[0].sent_bytes > 0)
+def test_a_client_that_does_not_read_holds_it_up(server: Upstream) -> None:
+    server.behaves("endless-stream")
+    with raw(server.port):
+        eventually(lambda: server.received and server.received[0].sent_bytes > 0)
         sent = -1
-        while sent != upstream.received[0].sent_bytes:
-            sent = upstream.received[0].sent_bytes
-            assert not upstream.received[0].left.wait(0.2)
-    assert upstream.received[0].left.wait(10)
+        while sent != server.received[0].sent_bytes:
+            sent = server.received[0].sent_bytes
+            assert not server.received[0].left.wait(0.2)
+    assert server.received[0].left.wait(10)
 
 
-def test_a_reset_is_a_reset_and_a_cut_is_none(upstream: Upstream) -> None:
-    upstream.behaves_next(Stream(until=1, then=(Wait(), Reset())), "cut")
-    with raw(upstream.port) as connection:
+def test_a_reset_is_a_reset_and_a_cut_is_none(server: Upstream) -> None:
+    server.behaves_next(Stream(until=1, then=(Wait(), Reset())), "cut")
+    with raw(server.port) as connection:
         assert connection.recv(1 << 16)
-        upstream.release()
+        server.release()
         with pytest.raises(ConnectionResetError):
             all_of(connection)
-    with raw(upstream.port) as connection:
+    with raw(server.port) as connection:
         received = all_of(connection)
     assert received.count(b"data: ") == 2
     assert not received.endswith(b"0\r\n\r\n")
 
 
-def test_a_second_request_finds_the_connection_closed(upstream: Upstream) -> None:
-    upstream.behaves("closes-on-reuse")
-    with httpx.Client(base_url=upstream.url) as client:
+def test_a_second_request_finds_the_connection_closed(server: Upstream) -> None:
+    server.behaves("closes-on-reuse")
+    with httpx.Client(base_url=server.url) as client:
         assert client.post("/completions", json=ASKED).status_code == 200
         with pytest.raises(httpx.RemoteProtocolError):
             client.post("/completions", json=ASKED)
 
 
-def test_the_bomb_grows_by_a_thousand(upstream: Upstream) -> None:
-    upstream.behaves("gzip-bomb")
+def test_the_bomb_grows_by_a_thousand(server: Upstream) -> None:
+    server.behaves("gzip-bomb")
     packed, size, unpacking = 0, 0, zlib.decompressobj(31)
-    with streaming(upstream.url) as response:
+    with streaming(server.url) as response:
         for piece in response.iter_raw():
             packed, size = packed + len(piece), size + len(unpacking.decompress(piece))
             if size > 1 << 26:
@@ -185,25 +174,25 @@ def test_the_bomb_grows_by_a_thousand(upstream: Upstream) -> None:
 
 
 @pytest.mark.parametrize(("name", "shown"), [("echo-400", "Bad key: 'Bearer sk-up'"), ("echo-events", "sk-up ran out")])
-def test_it_gives_the_key_away(upstream: Upstream, name: str, shown: str) -> None:
-    response = post(upstream.url_as(name))
+def test_it_gives_the_key_away(server: Upstream, name: str, shown: str) -> None:
+    response = post(server.url_as(name))
     assert shown in response.text
     assert response.headers["x-echo"] == "Bearer sk-up"
 
 
 @pytest.mark.parametrize("name", [name for name in BEHAVIOURS if name.isdecimal()])
-def test_statuses_are_as_named(upstream: Upstream, name: str) -> None:
-    response = post(upstream.url_as(name))
+def test_statuses_are_as_named(server: Upstream, name: str) -> None:
+    response = post(server.url_as(name))
     assert response.status_code == int(name)
     assert ("location" in response.headers) is (300 <= int(name) < 400)
 
 
-def test_a_port_goes_down_and_comes_back(upstream: Upstream) -> None:
-    upstream.go_down()
+def test_a_port_goes_down_and_comes_back(server: Upstream) -> None:
+    server.go_down()
     with pytest.raises(httpx.ConnectError):
-        post(upstream.url)
-    upstream.come_back()
-    assert post(upstream.url).status_code == 200
+        post(server.url)
+    server.come_back()
+    assert post(server.url).status_code == 200
 
 
 def test_ports_that_refuse_and_ports_that_say_nothing() -> None:
@@ -227,8 +216,8 @@ def test_a_process_of_its_own_is_told_and_asked_by_http() -> None:
 
 
 def test_it_speaks_tls(tmp_path: Path) -> None:
-    with running_upstream(certificate=self_signed(tmp_path, "localhost")) as upstream:
-        response = httpx.post(f"{upstream.url}/completions", json=ASKED, verify=False)
+    with running_upstream(certificate=self_signed(tmp_path, "localhost")) as server:
+        response = httpx.post(f"{server.url}/completions", json=ASKED, verify=False)
     assert response.status_code == 200
 
 
@@ -237,5 +226,5 @@ def test_a_behaviour_that_fails_fails_the_test() -> None:
         raise KeyError("no such text")
 
     fault = pytest.raises(AssertionError, match="no such text")
-    with fault, running_upstream(fails) as upstream, raw(upstream.port) as connection:
+    with fault, running_upstream(fails) as server, raw(server.port) as connection:
         assert all_of(connection) == b""

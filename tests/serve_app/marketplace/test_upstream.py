@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,12 @@ from tests.support.upstream_behaviours import LARGE
 from tests.support.upstream_replies import TEXTS, Act, Close, Forever, Reset, Stream, head, says
 from tests.support.waiting import eventually
 
+pytest_plugins = ("tests.support.upstream_fixtures",)
+
 KEY = "sk-of-the-upstream"
 BODY = json.dumps({"model": "acme/tri", "prompt": "x", "stream": True, "price": {}, "extra": {"a": 1}}).encode()
 LIMITS = {"connect_timeout_s": 0.3, "first_byte_timeout_s": 0.3, "idle_timeout_s": 0.3, "total_timeout_s": 5.0}
 PATIENT = {name: 30.0 for name in LIMITS}
-
-
-@pytest.fixture(scope="module")
-def module_server() -> Iterator[Server]:
-    with running_upstream() as server:
-        yield server
-
-
-@pytest.fixture
-def server(module_server: Server) -> Iterator[Server]:
-    module_server.received.clear()
-    yield module_server
-    module_server.behaves("normal")
 
 
 def upstream(url: str, **options: Any) -> Upstream:
