@@ -28,15 +28,21 @@ def database(session_service: Service, tmp_path: Path) -> Iterator[Database]:
         user_config = application["deployments"][0]["user_config"]
         user_config["ledger"] = {"directory": str(tmp_path), "write_interval_s": 0.1}
         user_config["keys"][0] |= {"name": "payer", "limits": {"usd_per_day": BUDGET_USD}}
-        user_config["models"][0]["price"] = PRICE
+        user_config["models"][0] |= {"price": PRICE, "variants": {"priced": 64}}
     session_service.deploy(config)
-    eventually(lambda: len(list(tmp_path.glob("spool/*"))) == 2, 60)  # each ingress has a folder of its own
+    for prefix in ("", PLAIN_PREFIX):  # the models are what an ingress loads last, after the ledger
+        eventually(lambda prefix=prefix: f"{MODEL}:priced" in listed(session_service, prefix), 60)
+    assert len(list(tmp_path.glob("spool/*"))) == 2  # each ingress has a folder of its own
     opened = Database.of(f"sqlite:///{tmp_path / 'ledger.sqlite'}")
     yield opened
     opened.close()
     session_service.deploy(session_service.config)
     eventually(lambda: not list(tmp_path.glob("spool/*")), 60)  # they are written and gone
     eventually(session_service.is_ready, 60)
+
+
+def listed(service: Service, prefix: str) -> list[str]:
+    return [model.id for model in service.sdk(prefix).models.list()]
 
 
 def used(database: Database) -> Amounts:
