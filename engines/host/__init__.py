@@ -1,0 +1,1 @@
+"""The machine around the engine: processor cores, switching between threads, and the delivery of tokens. No torch."""

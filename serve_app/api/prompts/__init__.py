@@ -1,0 +1,1 @@
+"""What a request says to the model: tokens and images, and whether they fit."""

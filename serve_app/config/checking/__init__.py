@@ -1,0 +1,1 @@
+"""How the configuration is checked: options with their ranges, sections, refusals by name."""

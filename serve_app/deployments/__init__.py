@@ -1,0 +1,1 @@
+"""The deployments that Serve starts for requests and models, and every metric, declared once."""
