@@ -17,10 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
-from engines.delivery import deliver
-from engines.errors import EngineError, EngineStopped, QueueFull, RequestRefused
-from engines.planning.places import whom_to_displace
-from engines.protocol import (
+from engines.host.delivery import deliver
+from engines.interface.errors import EngineError, EngineStopped, QueueFull, RequestRefused
+from engines.interface.protocol import (
     Adapter,
     EngineCounters,
     EngineStats,
@@ -33,6 +32,7 @@ from engines.protocol import (
     TokenDelta,
     TokenLogprob,
 )
+from engines.planning.places import whom_to_displace
 
 RANKS = 24
 _BLOCK_TOKENS = 16

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
-from engines.errors import AdapterError, AdapterRefused, EngineError, EngineStopped, NonFiniteLogits
+from engines.interface.errors import AdapterError, AdapterRefused, EngineError, EngineStopped, NonFiniteLogits
+from engines.interface.protocol import Adapter, FinishReason, TokenDelta, TokenLogprob
 from engines.planning.prefill_pace import PrefillPace
 from engines.planning.scheduler import Chunk, Scheduler, StepPlan
 from engines.planning.sequence import TokenSequence
-from engines.protocol import Adapter, FinishReason, TokenDelta, TokenLogprob
 from engines.sampling.sampler import Draws, Sampled, Sampler
 from engines.sampling.step_results import Outcomes, StepResult, rows_of_chunks
 from engines.tensors.batch import Carried, StepBatch
@@ -61,7 +61,7 @@ class AdapterLoads(Protocol):
 
 @dataclass(slots=True)
 class LoopCounters:
-    """The loop's share of `engines.protocol.EngineCounters`, counted as it goes."""
+    """The loop's share of `engines.interface.protocol.EngineCounters`, counted as it goes."""
 
     requests: int = 0
     finished: int = 0

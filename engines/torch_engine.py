@@ -12,9 +12,19 @@ from typing import Any
 import torch
 
 from engines.compute.assembly import AssembledModel, assemble_model
-from engines.config import EngineConfig
-from engines.delivery import deliver
-from engines.errors import EngineError, EngineStopped, QueueFull, RequestRefused
+from engines.host.delivery import deliver
+from engines.host.switching import switch_soon
+from engines.interface.config import EngineConfig
+from engines.interface.errors import EngineError, EngineStopped, QueueFull, RequestRefused
+from engines.interface.protocol import (
+    Adapter,
+    EngineCounters,
+    EngineStats,
+    GenerateRequest,
+    ModelFacts,
+    Output,
+    OutputSink,
+)
 from engines.loop import Command, Emit, EngineLoop, Event, Runner
 from engines.lora.cache import AdapterCache, HostAdapter
 from engines.lora.format.targets import LoraTargets
@@ -26,8 +36,6 @@ from engines.planning.places import whom_to_displace
 from engines.planning.prefill_pace import PrefillPace
 from engines.planning.scheduler import Scheduler
 from engines.planning.sequence import TokenSequence
-from engines.protocol import Adapter, EngineCounters, EngineStats, GenerateRequest, ModelFacts, Output, OutputSink
-from engines.switching import switch_soon
 from engines.vision.features import ImageCounters
 
 logger = logging.getLogger(__name__)
@@ -36,7 +44,7 @@ Assemble = Callable[[EngineConfig], AssembledModel]
 
 
 class TorchEngine:
-    """Implements `engines.protocol.Engine`. Everything but the loop itself happens on the event loop of `start`.
+    """Implements `protocol.Engine`. Everything but the loop itself happens on the event loop of `start`.
 
     `assemble`: makes the model of this process. The other processes of a tensor-parallel group call `assemble_model`.
     """

@@ -13,15 +13,15 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.config.api import parse_api_args
 from serve_app.config.autoscaling import Autoscaling
 from serve_app.config.images import parse_image_args
 from serve_app.config.model import ModelArgs, parse_model_args
-from serve_app.errors import ConfigRefused
+from serve_app.deployments.ingress import Ingress
+from serve_app.deployments.replica import Replica
 from serve_app.images.deployment import ImagePreprocessor
 from serve_app.images.over_ray import IMAGE_DEPLOYMENT
-from serve_app.ingress import Ingress
-from serve_app.replica import Replica
 from serve_app.replicas.over_ray import ENGINE_DEPLOYMENT
 
 _DRAIN_CHECK_INTERVAL_S = 0.2

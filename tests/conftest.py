@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from tests.support.ray_environment import set_ray_environment
+from tests.support.processes.ray_environment import set_ray_environment
 
 set_ray_environment()  # before a test module imports Ray
 if not Path("/dev/nvidiactl").exists():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
 from engines.tensors.batch import StepBatch
 from engines.tensors.kv_cache import LayerShape
 

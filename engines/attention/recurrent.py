@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engines.attention.interface import Paged
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import TokenSequence
 

@@ -13,8 +13,8 @@ from engines.compute.candidates import candidate_paths
 from engines.compute.paged_model import PagedModel
 from engines.compute.path import ComputePath
 from engines.compute.runner import ModelRunner
-from engines.config import EngineConfig
-from engines.cores import available_cores
+from engines.host.cores import available_cores
+from engines.interface.config import EngineConfig
 from engines.lora.format.targets import LoraTargets
 from engines.lora.shards import Shards
 from engines.model.loader import check_context_length, load_model

@@ -13,8 +13,8 @@ from engines.compute.native_path import NativePath
 from engines.compute.paged_model import PagedModel
 from engines.compute.path import ComputePath
 from engines.compute.plain_path import PlainPath
-from engines.config import EngineConfig
-from engines.errors import ModelRefused
+from engines.interface.config import EngineConfig
+from engines.interface.errors import ModelRefused
 from engines.model.packed_linear import copy_weights, pack_linears
 from engines.native.build import BuildFailed, library_path
 from engines.native.library import Library

@@ -8,9 +8,9 @@ from engines.compute.paged_model import PagedModel
 from engines.compute.path import ComputePath
 from engines.compute.plain_path import PlainPath
 from engines.compute.recorded_path import RecordedPath
-from engines.config import EngineConfig
 from engines.gpu.graphs import Capture, CudaCapture, DecodeGraphs, Forward, repeat
 from engines.gpu.lora import RowAdapters, check_products
+from engines.interface.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

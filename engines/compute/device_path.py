@@ -6,12 +6,12 @@ from functools import partial
 import torch
 
 from engines.compute.paged_model import PagedModel
-from engines.config import AttentionName
-from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout, TritonBackend, is_interpreted
 from engines.gpu.flashinfer import FlashInferBackend, wrappers_of
 from engines.gpu.lora import RowAdapters, tiles_of
 from engines.gpu.varlen import Flash, VarlenBackend
+from engines.interface.config import AttentionName
+from engines.interface.errors import ModelRefused
 from engines.planning.scheduler import Chunk
 from engines.tensors.batch import Carried, StepBatch
 from engines.tensors.kv_cache import KVCache

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engines.compute.paged_model import PagedModel
-from engines.config import EngineConfig
+from engines.interface.config import EngineConfig
 from engines.model.row_tiles import RowTiles
 from engines.native.adapters import NativeAdapters
 from engines.native.decoder import DeepRows, NativeDecoder

@@ -8,8 +8,9 @@ import torch
 
 from engines.attention.interface import NAME, Attention, AttentionBackend, Paged, ShapeProbe, register
 from engines.attention.recurrent import split_by_sequence, state_bytes
-from engines.config import EngineConfig
-from engines.errors import ModelRefused
+from engines.interface.config import EngineConfig
+from engines.interface.errors import ModelRefused
+from engines.interface.protocol import GenerateRequest, HostTensor, SamplingParams
 from engines.lora.adaptable import adaptable_targets
 from engines.lora.apply import AdapterModules
 from engines.lora.context import AdapterContext
@@ -18,7 +19,6 @@ from engines.lora.shards import Shards
 from engines.model.loader import LoadedModel
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, HostTensor, SamplingParams
 from engines.tensors.batch import PROBE_TOKENS, StepBatch, build_batch
 from engines.tensors.kv_cache import LayerShape
 from engines.vision.front_end import VisionFrontEnd, language_path_of

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engines.compute.device_path import DevicePath
-from engines.errors import EngineError
 from engines.gpu.graphs import DecodeGraphs, Forward
 from engines.gpu.lora import RowAdapters
+from engines.interface.errors import EngineError
 from engines.planning.scheduler import Chunk
 from engines.tensors.batch import Carried, StepBatch
 

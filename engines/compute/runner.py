@@ -7,7 +7,7 @@ import torch
 
 from engines.compute.paged_model import PagedModel, probe_chunk
 from engines.compute.path import ComputePath
-from engines.config import EngineConfig
+from engines.interface.config import EngineConfig
 from engines.lora.apply import AdapterModules
 from engines.native.adapters import NativeAdapters
 from engines.planning.block_pool import TRASH_BLOCK

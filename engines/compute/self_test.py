@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from engines.compute.runner import ModelRunner
-from engines.config import EngineConfig
-from engines.errors import ModelRefused
+from engines.interface.config import EngineConfig
+from engines.interface.errors import ModelRefused
+from engines.interface.protocol import GenerateRequest, SamplingParams
 from engines.model.loader import LoadedModel
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 

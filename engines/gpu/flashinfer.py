@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from engines.attention.interface import Attention
-from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout
 from engines.gpu.prefill import HALVES, PrefillBackend, spread, window_left
+from engines.interface.errors import ModelRefused
 from engines.tensors.kv_cache import KVCache
 
 _HEAD_SIZES = (64, 128, 256)

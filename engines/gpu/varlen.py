@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from engines.attention.interface import Attention
-from engines.errors import ModelRefused
 from engines.gpu.attention import PagedLayout
 from engines.gpu.prefill import HALVES, PrefillBackend, spread, window_left
+from engines.interface.errors import ModelRefused
 from engines.tensors.kv_cache import KVCache
 from engines.tensors.transfer import to_device
 

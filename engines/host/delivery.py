@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 
-from engines.protocol import Output, OutputSink
+from engines.interface.protocol import Output, OutputSink
 
 logger = logging.getLogger(__name__)
 

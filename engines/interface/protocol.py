@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from engines.errors import EngineError
+from engines.interface.errors import EngineError
 
 
 class FinishReason(StrEnum):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engines.errors import AdapterRefused
+from engines.interface.errors import AdapterRefused
 from engines.lora.adaptable import lookup_scale
 from engines.lora.context import AdapterContext, AdapterRows
 from engines.lora.experts import AdaptedExperts

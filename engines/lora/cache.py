@@ -17,8 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from engines.errors import AdapterError, AdapterRefused, AdapterUnavailable, afresh
-from engines.protocol import Adapter
+from engines.interface.errors import AdapterError, AdapterRefused, AdapterUnavailable, afresh
+from engines.interface.protocol import Adapter
 
 logger = logging.getLogger(__name__)
 

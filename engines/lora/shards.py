@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from engines.errors import AdapterRefused, ModelRefused
+from engines.interface.errors import AdapterRefused, ModelRefused
 from engines.lora.format.pairs import LoraPair
 
 _COLUMNS, _ROWS = "colwise", "rowwise"

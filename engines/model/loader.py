@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.distributed import DistributedConfig
 
 from engines.attention import recurrent
-from engines.config import EngineConfig
-from engines.errors import ModelRefused
+from engines.interface.config import EngineConfig
+from engines.interface.errors import ModelRefused
 from engines.model.misfit import check_fit, odd_expert
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
 
 _EXPERT = re.compile(r"(\.experts\.)\d+\.")
 

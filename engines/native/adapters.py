@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.errors import AdapterRefused
+from engines.interface.errors import AdapterRefused
 from engines.lora.apply import AdapterModules
 from engines.lora.format.pairs import LoraPair
 from engines.lora.format.weights import AdapterWeights

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from engines.errors import EngineError
+from engines.interface.errors import EngineError
 from engines.native.library import Library, Settings, Step, pointer
 from engines.native.structure import DecoderParts, LayerParts
 from engines.tensors.batch import StepBatch

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import torch
 
 from engines.compute.assembly import AssembledModel, assemble_model
-from engines.config import EngineConfig
+from engines.interface.config import EngineConfig
 from engines.lora.apply import AdapterModules
 from engines.parallel.group import join
 from engines.parallel.messages import CheckHealth, Encode, Install, Message, Remove, Stop

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from engines.config import EngineConfig
-from engines.errors import EngineError
+from engines.interface.config import EngineConfig
+from engines.interface.errors import EngineError
 from engines.model.loader import pick_device
 from engines.parallel.messages import Message, Stop
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from engines.compute.runner import ModelRunner
-from engines.errors import EngineError
+from engines.interface.errors import EngineError
+from engines.interface.protocol import HostTensor
 from engines.lora.apply import AdapterModules
 from engines.lora.format.weights import AdapterWeights
 from engines.parallel.group import TensorGroup
 from engines.parallel.messages import CheckHealth, ChunkMessage, Encode, Forward, Install, Remove
 from engines.planning.scheduler import Chunk
-from engines.protocol import HostTensor
 from engines.tensors.batch import Carried, StepBatch
 
 _HOST = torch.device("cpu")

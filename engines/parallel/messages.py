@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engines.interface.protocol import GenerateRequest, HostTensor, PromptImage, SamplingParams
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, HostTensor, PromptImage, SamplingParams
 from engines.tensors.batch import ImageRows
 
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engines.interface.protocol import Adapter
 from engines.planning.block_pool import BlockPool
 from engines.planning.fair_queue import FairQueue
 from engines.planning.places import whom_to_displace
 from engines.planning.sequence import NO_SLOT, TokenSequence
-from engines.protocol import Adapter
 
 BYPASS_LIMIT = 64
 """How many requests may overtake one that waits for an adapter slot. Then all others wait until it has one."""

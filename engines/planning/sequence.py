@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engines.interface.protocol import GenerateRequest, Output, OutputSink, TokenLogprob
 from engines.planning.block_pool import prefix_hash, salt_hash
-from engines.protocol import GenerateRequest, Output, OutputSink, TokenLogprob
 
 NO_SLOT = -1
 """The adapter slot of a sequence that runs on the bare base model."""

@@ -17,8 +17,8 @@ from struct import pack
 import torch
 import torch.nn.functional as F
 
+from engines.interface.protocol import SamplingParams, TokenLogprob
 from engines.planning.sequence import TokenSequence
-from engines.protocol import SamplingParams, TokenLogprob
 from engines.tensors.transfer import Arriving, rows_of, to_device, with_rows
 
 CANDIDATES = 128

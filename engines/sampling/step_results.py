@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engines.interface.protocol import TokenLogprob
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import TokenSequence
-from engines.protocol import TokenLogprob
 from engines.sampling.sampler import Draws, Sampled, Sampler, prompt_logprobs
 from engines.tensors.batch import Carried, StepBatch, wanted_rows
 from engines.tensors.transfer import rows_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ class ImageFeatures:
 
 @dataclass(slots=True)
 class ImageCounters:
-    """The front end's share of `engines.protocol.EngineCounters`."""
+    """The front end's share of `engines.interface.protocol.EngineCounters`."""
 
     images_encoded: int = 0
     images_reused: int = 0

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
+from engines.interface.protocol import BFLOAT16, HostTensor, PromptImage
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import TokenSequence
-from engines.protocol import BFLOAT16, HostTensor, PromptImage
 from engines.tensors.batch import ImageRows, StepBatch
 from engines.tensors.transfer import to_device
 from engines.vision.features import FeatureCache, ImageFeatures

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from serve_app.base.errors import NotAuthenticated
 from serve_app.config.keys import KeyConfig, KeyLimits, is_expired
 from serve_app.config.service import LimitsConfig
-from serve_app.errors import NotAuthenticated
 from serve_app.ledger.money import to_pico
 from serve_app.ledger.spend import Budget
 

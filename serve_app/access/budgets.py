@@ -11,7 +11,7 @@ from datetime import UTC, date, datetime
 from typing import Final, Protocol
 
 from serve_app.access.auth import Caller
-from serve_app.errors import BudgetExceeded, LedgerUnavailable
+from serve_app.base.errors import BudgetExceeded, LedgerUnavailable
 from serve_app.ledger.holds import Answer, Ask
 from serve_app.ledger.money import spelled
 from serve_app.ledger.spend import Budget, Reached, Spend, Used, month_of, seconds_left

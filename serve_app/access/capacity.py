@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from serve_app.errors import Overloaded
+from serve_app.base.errors import Overloaded
 
 
 class Capacity:

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
 from serve_app.access.auth import Keyring
+from serve_app.base.errors import ConfigRefused
+from serve_app.config.checking.refusal import Refusal
 from serve_app.config.keys import KeyConfig, key_digest
-from serve_app.config.refusal import Refusal
 from serve_app.config.service import LimitsConfig
-from serve_app.errors import ConfigRefused
 
 _FILE_TIMEOUT_S = 5.0
 

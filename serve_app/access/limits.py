@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from serve_app.access.auth import Caller
-from serve_app.errors import LimitReached, Overloaded
+from serve_app.base.errors import LimitReached, Overloaded
 
 Clock = Callable[[], float]
 _MINUTE_S = 60.0

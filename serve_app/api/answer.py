@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
-from engines.protocol import GenerateRequest, TokenDelta
-from serve_app.api.chunks import Chunks, ReplyHead
+from engines.interface.protocol import GenerateRequest, TokenDelta
 from serve_app.api.record import RequestRecord
-from serve_app.api.reply import Reply, ReplyPart, WholeReply
+from serve_app.api.replies.chunks import Chunks, ReplyHead
+from serve_app.api.replies.reply import Reply, ReplyPart, WholeReply
+from serve_app.api.replies.scores import Scored
 from serve_app.api.requests import ReplyOptions
-from serve_app.api.scores import Scored
 from serve_app.api.tool_check import ToolCheck
+from serve_app.base.workers import Workers
 from serve_app.catalog.catalog import Catalog, ResolvedModel
 from serve_app.config.service import LimitsConfig
 from serve_app.images.preparing import Images
 from serve_app.marketplace.slugs import Marketplace
 from serve_app.replicas.generation import Generation, Replicas
-from serve_app.workers import Workers
 
 US_PER_SCORE = 3.0  # a log-probability of a token, or of an alternative
 _AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning

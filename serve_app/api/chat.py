@@ -2,11 +2,11 @@
 
 from renderers.base import PromptTooLong, RenderedPrompt
 from serve_app.api.answer import Edge, new_head
-from serve_app.api.chunks import ChatChunks
 from serve_app.api.opening import Operation, Prepared
-from serve_app.api.prompt_images import prepare_images
-from serve_app.api.prompt_limits import at_least, check_conversation_length, too_long
-from serve_app.api.reply import Reply, TextReader
+from serve_app.api.prompts.prompt_images import prepare_images
+from serve_app.api.prompts.prompt_limits import at_least, check_conversation_length, too_long
+from serve_app.api.replies.chunks import ChatChunks
+from serve_app.api.replies.reply import Reply, TextReader
 from serve_app.api.requests import ChatRequest
 from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.slug import SlugChatBody

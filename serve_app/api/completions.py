@@ -1,21 +1,21 @@
 """What only completions do: the prompt is plain text or token ids, and the reply is not parsed."""
 
 from serve_app.api.answer import Edge, new_head
-from serve_app.api.chunks import TextChunks
 from serve_app.api.opening import Operation, Prepared
-from serve_app.api.prompt import PromptTokens, detokenize, tokenize, tokenize_for_echo
-from serve_app.api.prompt_images import prepare_images
-from serve_app.api.prompt_limits import check_prompt_length
-from serve_app.api.reply import Reply, TextReader, UnformattedParser
+from serve_app.api.prompts.prompt import PromptTokens, detokenize, tokenize, tokenize_for_echo
+from serve_app.api.prompts.prompt_images import prepare_images
+from serve_app.api.prompts.prompt_limits import check_prompt_length
+from serve_app.api.replies.chunks import TextChunks
+from serve_app.api.replies.reply import Reply, TextReader, UnformattedParser
 from serve_app.api.requests import CompletionRequest, ToolRules
 from serve_app.api.schema.completion import CompletionBody
 from serve_app.api.schema.slug import SlugCompletionBody
 from serve_app.api.ticket import Ticket
 from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import generate_request, validate_completion
+from serve_app.base.workers import Workers
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.images.preparing import ImagePrompt, ImageUrl, join_chunks
-from serve_app.workers import Workers
 
 TOKENIZE_US_PER_CHARACTER = 1.0
 DETOKENIZE_US_PER_TOKEN = 4.0

@@ -5,7 +5,6 @@ from decimal import Decimal
 
 from serve_app.access.auth import Caller
 from serve_app.api.answer import Edge
-from serve_app.api.local_endpoints import not_ready
 from serve_app.api.schema.replies import (
     CheckpointReply,
     EndpointList,
@@ -15,12 +14,13 @@ from serve_app.api.schema.replies import (
     PriceReply,
     SlugReply,
 )
-from serve_app.api.slug_request import may_use, wanted_slug
+from serve_app.api.slugs.local_endpoints import not_ready
+from serve_app.api.slugs.request import may_use, wanted_slug
+from serve_app.base.model_id import BaseModelId
 from serve_app.catalog.catalog import ListedCheckpoint
 from serve_app.catalog.served_model import ServedModel
 from serve_app.config.price import Price
 from serve_app.marketplace.slugs import Endpoint, Slug, Wanted
-from serve_app.model_id import BaseModelId
 
 _CHECKPOINT_OWNER = "user"  # the usual value for fine-tuned models; the owner's name stays private
 

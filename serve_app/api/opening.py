@@ -1,7 +1,7 @@
 """READ THIS FIRST: `open_request` takes a parsed body to an answer whose first token has come, in one function.
 
 `chat.py` and `completions.py` hold the differences between the two endpoints: each makes one `Prepared`. A request for
-a marketplace slug goes through `slug_opening.py` first, which comes here for endpoints that are served here.
+a marketplace slug goes through `slugs/opening.py` first, which comes here for endpoints that are served here.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from engines.errors import AdapterChanged, EngineStopped
-from engines.protocol import GenerateRequest, TokenDelta
+from engines.interface.errors import AdapterChanged, EngineStopped
+from engines.interface.protocol import GenerateRequest, TokenDelta
 from serve_app.access.auth import Caller
 from serve_app.api.answer import Answer, Edge, affinity_of
-from serve_app.api.body_limits import check_sizes
-from serve_app.api.chunks import Chunks
-from serve_app.api.ignored_fields import IgnoredFields, Known, ignored_fields
-from serve_app.api.json_body import JsonObject, parse_object
-from serve_app.api.reply import Reply, ReplyPart
+from serve_app.api.bodies.body_limits import check_sizes
+from serve_app.api.bodies.ignored_fields import IgnoredFields, Known, ignored_fields
+from serve_app.api.bodies.json_body import JsonObject, parse_object
+from serve_app.api.replies.chunks import Chunks
+from serve_app.api.replies.reply import Reply, ReplyPart
 from serve_app.api.schema.sampling import SamplingFields, parse_body
 from serve_app.api.schema.slug import SlugFields
-from serve_app.api.slug_request import SlugRequest, slug_request, wanted_slug
+from serve_app.api.slugs.request import SlugRequest, slug_request, wanted_slug
 from serve_app.api.ticket import Ticket
 from serve_app.api.tool_check import ToolCheck
+from serve_app.base.errors import ReplicaLost
 from serve_app.catalog.catalog import ResolvedModel
-from serve_app.errors import ReplicaLost
 from serve_app.replicas.generation import open_generation
 
 

@@ -7,10 +7,10 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Protocol
 
-from serve_app.api.reply import Reply
+from serve_app.api.replies.reply import Reply
 from serve_app.catalog.catalog import ResolvedModel
+from serve_app.config.checking.refusal import Refusal
 from serve_app.config.price import Price, Tokens
-from serve_app.config.refusal import Refusal
 
 _MAX_ASKED_CHARACTERS = 512
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Final
 
-from engines.protocol import SamplingParams
+from engines.interface.protocol import SamplingParams
 from renderers.base import Renderer
 from renderers.messages import Conversation
 from serve_app.api.schema.chat import ToolChoice

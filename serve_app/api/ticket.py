@@ -6,10 +6,10 @@ from typing import Final
 from serve_app.access.auth import Caller
 from serve_app.access.budgets import Budgets
 from serve_app.access.limits import Lease
-from serve_app.api.ignored_fields import IgnoredFields
+from serve_app.api.bodies.ignored_fields import IgnoredFields
 from serve_app.api.record import RequestRecord
+from serve_app.base.errors import BudgetExceeded
 from serve_app.config.price import Price, Tokens
-from serve_app.errors import BudgetExceeded
 from serve_app.ledger.money import to_pico
 from serve_app.ledger.spend import Spend
 

@@ -3,7 +3,7 @@
 from renderers.messages import ToolCall
 from serve_app.api.requests import ToolRules
 from serve_app.api.schema.chat import NamedFunction
-from serve_app.errors import ReplyRefused
+from serve_app.base.errors import ReplyRefused
 
 
 class ToolCheck:

@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Sequence
 from functools import partial
 
-from engines.protocol import GenerateRequest, SamplingParams
+from engines.interface.protocol import GenerateRequest, SamplingParams
 from renderers.messages import ContentPart, Conversation, ImagePart, Message, Role, TextPart, Tool, ToolCall
 from serve_app.access.auth import Caller
-from serve_app.api.prompt_limits import check_context
+from serve_app.api.prompts.prompt_limits import check_context
 from serve_app.api.requests import (
     SAMPLING_DEFAULTS,
     ChatRequest,
@@ -21,9 +21,9 @@ from serve_app.api.requests import (
 from serve_app.api.schema.chat import ChatBody, ImageContent, MessageBody, NamedFunction, ToolBody
 from serve_app.api.schema.completion import CompletionBody, ImageChunk, Prompt
 from serve_app.api.schema.sampling import SamplingFields
+from serve_app.base.errors import InvalidRequest
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.service import LimitsConfig
-from serve_app.errors import InvalidRequest
 from serve_app.images.preparing import ImagePrompt, ImageUrl
 
 _UINT64 = 2**64

@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from engines import errors as engine_errors
+from engines.interface import errors as engine_errors
 from renderers.base import PromptTooLong, RenderError
 
 MAX_RETRY_AFTER_S = 30

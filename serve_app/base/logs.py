@@ -5,8 +5,8 @@ import logging
 import re
 import traceback
 
-from engines.errors import EngineError
-from serve_app.errors import ServiceError
+from engines.interface.errors import EngineError
+from serve_app.base.errors import ServiceError
 
 _SERVE_LOGGER = "ray.serve"
 _OURS = ("serve_app", "engines", "renderers")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_app.errors import ConfigRefused
+from serve_app.base.errors import ConfigRefused
 
 
 def read_json(source: str, name: str, revision: str | None) -> Mapping[str, Any]:

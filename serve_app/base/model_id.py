@@ -8,7 +8,7 @@ checkpoint = "tinker://" run "/sampler_weights/" name
 import re
 from dataclasses import dataclass
 
-from serve_app.errors import InvalidRequest
+from serve_app.base.errors import InvalidRequest
 
 _SCHEME = "tinker://"
 _KIND = "sampler_weights"

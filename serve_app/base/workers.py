@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from engines.switching import switch_soon
+from engines.host.switching import switch_soon
 
 _INLINE_US = 2_000  # the longest work on the event loop; a switch to a thread costs about 100
 _LARGE_US = 200_000

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engines.protocol import Adapter
+from engines.interface.protocol import Adapter
 from renderers.base import Renderer
 from serve_app.access.auth import Caller
+from serve_app.base.errors import CheckpointUnavailable, InvalidRequest, ModelNotFound
+from serve_app.base.explain import near
+from serve_app.base.model_id import BaseModelId, CheckpointPath, parse
 from serve_app.catalog.checkpoint_templates import OwnTemplates
 from serve_app.catalog.served_model import ServedModel
-from serve_app.config.base_names import BaseNames
-from serve_app.errors import CheckpointUnavailable, InvalidRequest, ModelNotFound
-from serve_app.explain import near
-from serve_app.model_id import BaseModelId, CheckpointPath, parse
+from serve_app.config.checking.base_names import BaseNames
 
 
 class ResolvedCheckpoint(Protocol):

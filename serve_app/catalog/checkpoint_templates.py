@@ -8,9 +8,9 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from renderers.base import Renderer, TemplateRefused
+from serve_app.base.errors import CheckpointRefused
+from serve_app.base.single_flight import SingleFlight
 from serve_app.catalog.served_model import ServedModel
-from serve_app.errors import CheckpointRefused
-from serve_app.single_flight import SingleFlight
 
 RENDER_US = 500_000
 """The most time that such a template may take to render a conversation (`renderers/templates/bounds.py`)."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from renderers import registry
 from renderers.base import Renderer
 from renderers.replies.detokenize import DecoderUnknown, TokenTable, token_table
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.model_files import read_json
 from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.paths import resolve_source
-from serve_app.errors import ConfigRefused
-from serve_app.model_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ their content.
 - `report.py`: errors with the checkpoint's owner.
 - `root_folder.py`: opens files below a root; `filesystem.py`: fsspec.
 
-Errors are those of `serve_app.errors`: `CheckpointError` and its subclasses, and `InvalidRequest` for a link out of its
-root.
+Errors are those of `serve_app.base.errors`: `CheckpointError` and its subclasses, and `InvalidRequest` for a link that
+leaves its root.
 """
 
 from serve_app.checkpoints.checkpoint import Checkpoint

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Self
 
-from engines.protocol import Adapter
+from engines.interface.protocol import Adapter
+from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints.content import Content
-from serve_app.model_id import CheckpointPath
 
 
 @dataclass(frozen=True, slots=True)

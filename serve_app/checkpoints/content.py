@@ -39,7 +39,7 @@ Fingerprint = tuple[str | tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of a complete checkpoint. `digest` as in `engines.protocol.Adapter`."""
+    """The content of a complete checkpoint. `digest` as in `engines.interface.protocol.Adapter`."""
 
     digest: str
     base_model: str | None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Protocol
 
-from serve_app.errors import ConfigRefused
+from serve_app.base.errors import ConfigRefused
 
 logger = logging.getLogger(__name__)
 

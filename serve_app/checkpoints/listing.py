@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from functools import partial
 
 from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
+from serve_app.base.errors import InvalidRequest
+from serve_app.base.model_id import CheckpointPath, parse_checkpoint_path
 from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.checkpoints.content import FILES, Reader, open_folder, read_at
 from serve_app.checkpoints.filesystem import FileSystem
@@ -25,8 +27,6 @@ from serve_app.checkpoints.metadata import (
 from serve_app.checkpoints.report import Report, Unfit
 from serve_app.checkpoints.root_folder import LeavesRoot, open_below
 from serve_app.checkpoints.tar import Member, TarRefused, TarTruncated, TarWrong, known_files
-from serve_app.errors import InvalidRequest
-from serve_app.model_id import CheckpointPath, parse_checkpoint_path
 
 MAX_FOUND = 1000
 _TAR = ".tar"

@@ -19,15 +19,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
 
-from engines.errors import afresh
+from engines.interface.errors import afresh
+from serve_app.base.model_id import CheckpointPath
+from serve_app.base.single_flight import SingleFlight
 from serve_app.checkpoints.archive import unpack_into
 from serve_app.checkpoints.checkpoint import Checkpoint
 from serve_app.checkpoints.content import Fingerprint, Reader, fingerprint, open_folder
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused, Report
 from serve_app.checkpoints.root_folder import open_below
-from serve_app.model_id import CheckpointPath
-from serve_app.single_flight import SingleFlight
 
 FOLDER: Final = "sampler_weights"
 YOUNG_S: Final = 10.0

@@ -16,8 +16,16 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 
-from engines.errors import afresh
+from engines.interface.errors import afresh
 from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
+from serve_app.base.errors import (
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointRefused,
+    CheckpointUnavailable,
+)
+from serve_app.base.model_id import CheckpointPath
+from serve_app.base.single_flight import SingleFlight
 from serve_app.checkpoints.archive import read_workspace, unpack_into
 from serve_app.checkpoints.checkpoint import Checkpoint
 from serve_app.checkpoints.content import FILES, MARKER_FILE, Content, max_file_bytes
@@ -26,14 +34,6 @@ from serve_app.checkpoints.filesystem import FileState, FileSystem, StoreFailed
 from serve_app.checkpoints.local import FOLDER, YOUNG_S
 from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata
 from serve_app.checkpoints.report import Report, Unfit
-from serve_app.errors import (
-    CheckpointError,
-    CheckpointIncomplete,
-    CheckpointRefused,
-    CheckpointUnavailable,
-)
-from serve_app.model_id import CheckpointPath
-from serve_app.single_flight import SingleFlight
 
 _ATTEMPTS = 3
 _REMEMBERED = 1024

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from serve_app.base.errors import CheckpointIncomplete, CheckpointRefused
 from serve_app.checkpoints.metadata import Metadata
-from serve_app.errors import CheckpointIncomplete, CheckpointRefused
 
 
 class OwnedIncomplete(CheckpointIncomplete):

@@ -18,6 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from serve_app.base.errors import CheckpointNotFound, CheckpointUnavailable, InvalidRequest
+from serve_app.base.model_id import CheckpointPath
+from serve_app.base.single_flight import SingleFlight
 from serve_app.checkpoints.checkpoint import Checkpoint, is_open_to
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
 from serve_app.checkpoints.filesystem import FileSystem, StoreFailed
@@ -28,9 +31,6 @@ from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused
 from serve_app.checkpoints.root_folder import LeavesRoot
 from serve_app.config.paths import resolve_path
 from serve_app.config.service import CheckpointsConfig
-from serve_app.errors import CheckpointNotFound, CheckpointUnavailable, InvalidRequest
-from serve_app.model_id import CheckpointPath
-from serve_app.single_flight import SingleFlight
 
 logger = logging.getLogger(__name__)
 

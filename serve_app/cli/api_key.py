@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.config.keys import DEMO_KEY
-from serve_app.errors import ConfigRefused
 
 VARIABLE = "ROUNDHOUSE_API_KEY"
 

@@ -11,8 +11,10 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
 from serve_app.access.key_reader import KeyReader
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.explain import explain, near, path_of
 from serve_app.checkpoints import CheckpointStore
 from serve_app.cli.output import say
 from serve_app.config.deploy import DeployConfig, load_deploy_config
@@ -22,8 +24,6 @@ from serve_app.config.marketplace import MarketplaceConfig
 from serve_app.config.model import ModelArgs
 from serve_app.config.paths import resolve_path
 from serve_app.config.service import CheckpointsConfig, ServiceConfig
-from serve_app.errors import ConfigRefused
-from serve_app.explain import explain, near, path_of
 
 _T = TypeVar("_T")
 

@@ -7,14 +7,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.lora.format.weights import LoraTargets, read_adapter
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints import Checkpoint, CheckpointStore
-from serve_app.config.base_names import BaseNames
 from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.checking.base_names import BaseNames
 from serve_app.config.deploy import DeployConfig
 from serve_app.config.model import ModelArgs
 from serve_app.config.paths import resolve_source
-from serve_app.errors import ConfigRefused
-from serve_app.model_id import CheckpointPath
 
 
 async def list_checkpoints(config: DeployConfig, owner: str | None) -> list[str]:

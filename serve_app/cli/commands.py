@@ -10,23 +10,23 @@ from typing import TypeAlias
 
 import yaml
 
-from engines.errors import EngineError
+from engines.interface.errors import EngineError
 from renderers.base import RenderError
 from serve_app.access.auth import hash_key, new_key
+from serve_app.base.errors import ConfigRefused, ServiceError
+from serve_app.base.model_id import parse_checkpoint_path
 from serve_app.cli.api_key import VARIABLE, read_api_key
 from serve_app.cli.check import check, check_file, check_here, check_in_child
 from serve_app.cli.client import Client, ServiceRefused
 from serve_app.cli.conversation import converse
 from serve_app.cli.launch import LaunchFailed, up
 from serve_app.cli.output import say
+from serve_app.config.checking.refusal import parse_section
 from serve_app.config.deploy import load_deploy_config
 from serve_app.config.keys import DEMO_KEY, KeyConfig, KeyLimits
 from serve_app.config.ledger import LedgerConfig
 from serve_app.config.options_page import options_page
-from serve_app.config.refusal import parse_section
 from serve_app.config.service import ServiceConfig
-from serve_app.errors import ConfigRefused, ServiceError
-from serve_app.model_id import parse_checkpoint_path
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

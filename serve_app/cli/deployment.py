@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 from ray._private.authentication.authentication_token_setup import AuthenticationTokenLoader, _enable_token_auth
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.cli.client import ServiceRefused
 from serve_app.cli.output import say
 from serve_app.cli.run_folder import RunFolder
 from serve_app.cli.serve_log import last_exception
 from serve_app.config.deploy import DeployConfig
-from serve_app.errors import ConfigRefused
 
 _POLL_S = 0.5
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

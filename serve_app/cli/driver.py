@@ -16,9 +16,9 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 from ray.serve.scripts import cli
 
+from serve_app.base.logs import PlainStream
 from serve_app.cli.launch import RAY_DID_NOT_START
 from serve_app.cli.run_folder import RunFolder
-from serve_app.logs import PlainStream
 
 _POLL_S = 0.2
 _LOOPBACK = "127.0.0.1"

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from serve_app.api.prompt import tokenize
+from serve_app.api.prompts.prompt import tokenize
 from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.sampling import parse_body
 from serve_app.api.validate import validate_chat
+from serve_app.base.errors import ConfigRefused
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.catalog.served_model import ServedModel, load_model
 from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.service import ServiceConfig
-from serve_app.errors import ConfigRefused
 
 
 def render_chat(service: ServiceConfig, model_id: str | None, body: Mapping[str, object]) -> list[tuple[int, str]]:

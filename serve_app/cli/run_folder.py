@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.errors import ConfigRefused
+from serve_app.base.errors import ConfigRefused
 
 _LOG, _EARLIER_LOG, _LOCK = "serve.log", "serve.log.1", "lock"
 

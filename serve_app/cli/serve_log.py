@@ -2,7 +2,7 @@
 
 import re
 
-from serve_app.logs import plain
+from serve_app.base.logs import plain
 
 _STAMP = r"^[A-Z]+ \d{4}-\d\d-\d\d "
 # An entry: its first line, and lines without a level and date of their own.

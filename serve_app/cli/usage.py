@@ -8,9 +8,9 @@ from datetime import UTC, date, datetime, time, timedelta
 from types import MappingProxyType
 from typing import Literal
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.cli.output import say
 from serve_app.config.ledger import LedgerConfig
-from serve_app.errors import ConfigRefused
 from serve_app.ledger.database import Database
 from serve_app.ledger.sums import GROUPINGS, GroupBy, Range, Row, sum_up, total
 

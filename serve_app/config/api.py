@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 from typing_extensions import Doc
 
-from serve_app.config.refusal import parse_section
-from serve_app.config.section import Count, Cpus, Seconds, Section, Text
+from serve_app.config.checking.refusal import parse_section
+from serve_app.config.checking.section import Count, Cpus, Seconds, Section, Text
 
 
 class ApiArgs(Section):

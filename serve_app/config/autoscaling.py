@@ -6,8 +6,8 @@ from annotated_types import Ge, Le
 from pydantic import model_validator
 from typing_extensions import Doc
 
-from serve_app.config.section import Delay, Seconds, Section
-from serve_app.explain import Complaint
+from serve_app.base.explain import Complaint
+from serve_app.config.checking.section import Delay, Seconds, Section
 
 UpscaleDelay = Annotated[Delay, Doc("How long the load must be above the target before a replica is added.")]
 

@@ -7,10 +7,10 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from typing_extensions import Doc
 
+from serve_app.base.explain import Complaint
+from serve_app.config.checking.section import Count, Section, Text
 from serve_app.config.paths import resolve_source
 from serve_app.config.price import Price
-from serve_app.config.section import Count, Section, Text
-from serve_app.explain import Complaint
 
 
 def model_name(value: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.config.api import ApiArgs, parse_api_args
 from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.images import ImageArgs, parse_image_args
@@ -24,7 +25,6 @@ from serve_app.config.model import ModelArgs, parse_model_args
 from serve_app.config.paths import resolve_source
 from serve_app.config.proxy import HEALTH_PORT, parse_proxy_config
 from serve_app.config.service import ServiceConfig, parse_config
-from serve_app.errors import ConfigRefused
 
 API = "serve_app.app:api"
 MODEL = "serve_app.app:model"

@@ -6,8 +6,8 @@ from annotated_types import Ge, Gt
 from typing_extensions import Doc
 
 from serve_app.config.autoscaling import Autoscaling, UpscaleDelay
-from serve_app.config.refusal import parse_section
-from serve_app.config.section import Count, Cpus, Seconds, Section
+from serve_app.config.checking.refusal import parse_section
+from serve_app.config.checking.section import Count, Cpus, Seconds, Section
 
 
 class ImageScaling(Autoscaling):

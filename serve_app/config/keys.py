@@ -11,10 +11,10 @@ from typing import Annotated, Final, Self
 from pydantic import AwareDatetime, Field, StringConstraints, model_validator
 from typing_extensions import Doc
 
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.explain import Complaint
+from serve_app.config.checking.section import Bytes, Count, Section, Text
 from serve_app.config.price import BudgetTokens, BudgetUsd
-from serve_app.config.section import Bytes, Count, Section, Text
-from serve_app.errors import ConfigRefused
-from serve_app.explain import Complaint
 
 DEMO_KEY: Final = "roundhouse-demo"
 MIN_KEY_CHARACTERS: Final = 16

@@ -10,11 +10,11 @@ from annotated_types import Ge, Le
 from pydantic import model_validator
 from typing_extensions import Doc
 
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.explain import Complaint
+from serve_app.config.checking.section import Section, Text
 from serve_app.config.keys import VariableName
 from serve_app.config.paths import resolve_path
-from serve_app.config.section import Section, Text
-from serve_app.errors import ConfigRefused
-from serve_app.explain import Complaint
 
 _DEFAULT_DIRECTORY: Final = ".local/share/roundhouse/ledger"
 _DATABASE_FILE: Final = "ledger.sqlite"

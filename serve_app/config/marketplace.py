@@ -7,14 +7,14 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from typing_extensions import Doc
 from yarl import URL
 
+from serve_app.base.errors import InvalidRequest
+from serve_app.base.explain import Complaint
+from serve_app.base.model_id import parse
+from serve_app.base.public_addresses import NotPublic, check_host
 from serve_app.config.catalog_entry import model_name
+from serve_app.config.checking.section import Seconds, Section, Text
 from serve_app.config.keys import VariableName
 from serve_app.config.price import Price
-from serve_app.config.section import Seconds, Section, Text
-from serve_app.errors import InvalidRequest
-from serve_app.explain import Complaint
-from serve_app.model_id import parse
-from serve_app.public_addresses import NotPublic, check_host
 
 EndpointName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Weight = Annotated[float, Gt(0), Le(1000)]

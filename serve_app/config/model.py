@@ -1,7 +1,7 @@
 """The `args` of a model application in config.yaml: one base model, its replicas and its engine. A change
 restarts them.
 
-The options of the engine are those of `engines.config.EngineOptions`, whose fields `ModelArgs` inherits.
+The options of the engine are those of `engines.interface.config.EngineOptions`, whose fields `ModelArgs` inherits.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ from pydantic import ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from typing_extensions import Doc
 
-from engines.config import EngineConfig, EngineOptions
 from engines.fake import FakeConfig
+from engines.interface.config import EngineConfig, EngineOptions
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.explain import Complaint, show
 from serve_app.config.autoscaling import Autoscaling
+from serve_app.config.checking.refusal import refusals
+from serve_app.config.checking.section import RULES, Count, Cpus, Seconds, Section, Text
 from serve_app.config.paths import resolve_path, resolve_source
-from serve_app.config.refusal import refusals
-from serve_app.config.section import RULES, Count, Cpus, Seconds, Section, Text
-from serve_app.errors import ConfigRefused
-from serve_app.explain import Complaint, show
 
 _LEAST_SILENCE_S = 5  # with `transport: serve` a replica that is well reports every 2 s, which arrives up to 1 s later
 _TARGET_SHARE = 0.8  # of the batch: the rest takes the arrivals until a new replica is up

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, MultipleOf
 from pydantic import AwareDatetime, BaseModel, StringConstraints
 
-from engines.config import EngineOptions, limits_of
+from engines.interface.config import EngineOptions, limits_of
 from serve_app.config.api import ApiArgs
+from serve_app.config.checking.option import REQUIRED, Option, options_of
 from serve_app.config.images import ImageArgs
 from serve_app.config.keys import KeyLimits
 from serve_app.config.model import ModelArgs
-from serve_app.config.option import REQUIRED, Option, options_of
 from serve_app.config.service import ServiceConfig
 
 PAGE: Final = Path(__file__).with_name("OPTIONS.md")

@@ -7,7 +7,7 @@ Serve starts replicas in its own folders, so the working directory is not usable
 import os
 from pathlib import Path
 
-from serve_app.errors import ConfigRefused
+from serve_app.base.errors import ConfigRefused
 
 
 def project_root() -> Path | None:

@@ -8,8 +8,8 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 from typing_extensions import Doc
 
-from serve_app.config.section import Section
-from serve_app.explain import Complaint
+from serve_app.base.explain import Complaint
+from serve_app.config.checking.section import Section
 
 MAX_USD_PER_MILLION: Final = 1_000_000
 _MILLION: Final = Decimal(1_000_000)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from serve_app.errors import ConfigRefused
+from serve_app.base.errors import ConfigRefused
 
 HEALTH_PORT = "ROUNDHOUSE_HEALTH_PORT"
 CONNECTIONS_PER_SOURCE = "ROUNDHOUSE_CONNECTIONS_PER_SOURCE"

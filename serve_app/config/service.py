@@ -13,16 +13,16 @@ from annotated_types import Ge
 from pydantic import Field, ValidationError
 from typing_extensions import Doc
 
-from serve_app.config.base_names import clashes
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.explain import path_of, show
+from serve_app.base.model_id import parse
 from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.checking.base_names import clashes
+from serve_app.config.checking.refusal import Location, Refusal, refusals
+from serve_app.config.checking.section import Bytes, Count, Seconds, Section, Text
 from serve_app.config.keys import BUDGETS, KeyConfig, KeyLimits, PerKeyLimits
 from serve_app.config.ledger import LedgerConfig
 from serve_app.config.marketplace import MarketplaceConfig, SlugConfig
-from serve_app.config.refusal import Location, Refusal, refusals
-from serve_app.config.section import Bytes, Count, Seconds, Section, Text
-from serve_app.errors import ConfigRefused
-from serve_app.explain import path_of, show
-from serve_app.model_id import parse
 
 _S = TypeVar("_S", bound=Section)
 _Last = TypeVar("_Last", bound=Section | None)

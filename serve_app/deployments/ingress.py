@@ -6,22 +6,22 @@ import logging
 import ray
 from starlette.applications import Starlette
 
+from serve_app.base.logs import join_serve_logs
+from serve_app.base.without_torch import do_without_torch
 from serve_app.checkpoints import CheckpointStore
 from serve_app.config.api import ApiArgs
 from serve_app.config.ledger import LedgerConfig
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
+from serve_app.deployments.metrics import IngressMetrics
 from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
 from serve_app.images.over_ray import RayImages
 from serve_app.ledger.ledger import Ledger
-from serve_app.logs import join_serve_logs
-from serve_app.metrics import IngressMetrics
 from serve_app.replicas.channel.listener import Listener
 from serve_app.replicas.over_ray import RayReplicas, read_statuses
 from serve_app.replicas.readiness import ReadinessWatch
 from serve_app.replicas.reports import REPLICA_REPORTS
 from serve_app.replicas.status_requests import StatusRequests
-from serve_app.without_torch import do_without_torch
 
 logger = logging.getLogger(__name__)
 

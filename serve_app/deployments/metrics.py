@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve import metrics
 
-from engines.protocol import EngineStats
-from serve_app.config.refusal import SECTIONS, Refusal
+from engines.interface.protocol import EngineStats
+from serve_app.config.checking.refusal import SECTIONS, Refusal
 
 if TYPE_CHECKING:  # replicas import this module too, and do not need the catalogue and renderers that a record imports
     from serve_app.api.record import RequestRecord
@@ -271,7 +271,7 @@ ENGINE_COUNTERS: Mapping[str, str] = {
     "images_encoded": "Images that the vision tower encoded.",
     "images_reused": "Images whose features were kept from an earlier request.",
 }
-"""The fields of `engines.protocol.EngineCounters`, with descriptions."""
+"""The fields of `engines.interface.protocol.EngineCounters`, with descriptions."""
 
 ENGINE_GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "running": ("Requests in the batch.", lambda stats: stats.running),

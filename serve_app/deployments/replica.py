@@ -11,18 +11,18 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from engines.fake import FakeEngine
-from engines.protocol import Engine, EngineStats, GenerateRequest, TokenDelta
+from engines.interface.protocol import Engine, EngineStats, GenerateRequest, TokenDelta
+from serve_app.base.explain import explain
+from serve_app.base.logs import join_serve_logs
+from serve_app.base.watchdog import Watchdog
 from serve_app.config.model import EngineUserConfig, ModelArgs
-from serve_app.explain import explain
-from serve_app.logs import join_serve_logs
-from serve_app.metrics import EngineMetrics
+from serve_app.deployments.metrics import EngineMetrics
 from serve_app.replicas.channel.link import Links, run_request
 from serve_app.replicas.channel.listener import Endpoint
 from serve_app.replicas.in_process import LocalReplicas
 from serve_app.replicas.reports import BEAT_S, Report
 from serve_app.replicas.status import Load, Status, pack_adapters
 from serve_app.replicas.status_sender import StatusSender
-from serve_app.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

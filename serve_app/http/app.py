@@ -27,11 +27,10 @@ from serve_app.api.opening import (
     parse_request,
     requested_model,
 )
-from serve_app.api.slug_opening import SlugAnswer, open_slug
-from serve_app.api.slug_request import SlugRequest, wanted_slug
+from serve_app.api.slugs.opening import SlugAnswer, open_slug
+from serve_app.api.slugs.request import SlugRequest, wanted_slug
 from serve_app.api.ticket import Ticket
-from serve_app.config.service import LimitsConfig
-from serve_app.errors import (
+from serve_app.base.errors import (
     ClientTooSlow,
     InvalidRequest,
     MethodNotAllowed,
@@ -40,6 +39,8 @@ from serve_app.errors import (
     NotReady,
     TotalTimeout,
 )
+from serve_app.base.model_id import parse
+from serve_app.config.service import LimitsConfig
 from serve_app.http.body import read_body
 from serve_app.http.disconnect import CancelOnDisconnect
 from serve_app.http.exchange import ClientLeft, Exchange
@@ -48,7 +49,6 @@ from serve_app.http.openapi import DESCRIBE_US, VERSION, describe_api
 from serve_app.http.service import Service
 from serve_app.http.sse import send_answer, send_relayed
 from serve_app.http.usage import send_usage
-from serve_app.model_id import parse
 
 logger = logging.getLogger(__name__)
 

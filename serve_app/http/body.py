@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from starlette.types import Receive
 
+from serve_app.base.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
 from serve_app.config.service import LimitsConfig
-from serve_app.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
 from serve_app.http.exchange import ClientLeft, Exchange
 
 

@@ -9,10 +9,10 @@ from urllib.parse import quote
 from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.access.auth import Caller
-from serve_app.api.ignored_fields import IgnoredFields
+from serve_app.api.bodies.ignored_fields import IgnoredFields
 from serve_app.api.record import RequestRecord
 from serve_app.api.ticket import Ticket
-from serve_app.errors import HttpError
+from serve_app.base.errors import HttpError
 
 _MAX_FIELD_CHARACTERS = 64
 _OWN_WORK_S = 0.01  # the most that a write takes while the client reads

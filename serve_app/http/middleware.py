@@ -16,12 +16,12 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.api.record import Outcome, Recorder, RequestRecord
-from serve_app.errors import ClientTooSlow, ConfigRefused, HttpError, NotFound, NotReady, to_http
+from serve_app.base.errors import ClientTooSlow, ConfigRefused, HttpError, NotFound, NotReady, to_http
+from serve_app.base.logs import trace_of
 from serve_app.http.early_answer import EarlyAnswer
 from serve_app.http.exchange import ClientLeft, Exchange
 from serve_app.http.service import Service
 from serve_app.http.sse import send_failure
-from serve_app.logs import trace_of
 
 logger = logging.getLogger(__name__)
 

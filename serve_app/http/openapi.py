@@ -15,8 +15,9 @@ from serve_app.api.schema import replies
 from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.completion import CompletionBody
 from serve_app.api.schema.slug import SlugChatBody, SlugCompletionBody
+from serve_app.base.errors import MAX_RETRY_AFTER_S, codes_by_status
+from serve_app.base.model_id import MAX_CHARACTERS
 from serve_app.config.service import LimitsConfig
-from serve_app.errors import MAX_RETRY_AFTER_S, codes_by_status
 from serve_app.http.openapi_rules import RULES, Json, Object
 from serve_app.http.openapi_texts import (
     ABOUT,
@@ -28,7 +29,6 @@ from serve_app.http.openapi_texts import (
     USAGE_PARAMETERS,
     USAGE_RULES,
 )
-from serve_app.model_id import MAX_CHARACTERS
 
 _REFERENCE = "#/components/schemas/{model}"
 _BODIES = ("ChatBody", "CompletionBody", "SlugChatBody", "SlugCompletionBody")

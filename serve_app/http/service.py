@@ -15,19 +15,19 @@ from serve_app.access.key_reader import KeyReader
 from serve_app.access.limits import Limiter
 from serve_app.api.record import NullRecorder, Recorder, RequestRecord
 from serve_app.api.usage import usage_of
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.workers import Workers
 from serve_app.catalog.catalog import Catalog, Checkpoints
 from serve_app.catalog.served_model import ServedModel, load_model
 from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.checking.refusal import Refusal
 from serve_app.config.ledger import LedgerConfig
 from serve_app.config.marketplace import MarketplaceConfig
-from serve_app.config.refusal import Refusal
 from serve_app.config.service import CheckpointsConfig, ImagesConfig, LimitsConfig, ServiceConfig, read_config
-from serve_app.errors import ConfigRefused
 from serve_app.images.preparing import Images
 from serve_app.ledger.ledger import Ledger
 from serve_app.marketplace.slugs import Marketplace
 from serve_app.replicas.generation import Replicas
-from serve_app.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Self
 
 from serve_app.api.answer import Answer
-from serve_app.api.relayed import RelayedAnswer
-from serve_app.errors import HttpError
+from serve_app.api.slugs.relayed import RelayedAnswer
+from serve_app.base.errors import HttpError
 from serve_app.http.exchange import Exchange
 
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -5,8 +5,8 @@ from datetime import UTC, date, datetime, time, timedelta
 from typing import Final
 from urllib.parse import parse_qs
 
-from serve_app.errors import InvalidRequest, NotFound
-from serve_app.explain import show
+from serve_app.base.errors import InvalidRequest, NotFound
+from serve_app.base.explain import show
 from serve_app.http.exchange import Exchange
 from serve_app.ledger.ledger import Ledger
 from serve_app.ledger.sums import Amounts, GroupBy, Range, Row, total

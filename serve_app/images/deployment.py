@@ -1,9 +1,9 @@
 """The Serve deployment that prepares images, on CPUs and in its own processes."""
 
+from serve_app.base.logs import join_serve_logs
+from serve_app.base.without_torch import do_without_torch
 from serve_app.config.images import ImageArgs
 from serve_app.images.prepared import ImageOrder, PreparedImages
-from serve_app.logs import join_serve_logs
-from serve_app.without_torch import do_without_torch
 
 
 class ImagePreprocessor:

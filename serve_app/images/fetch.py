@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
+from serve_app.base.public_addresses import NotPublic, PublicResolver, check_host, is_public
 from serve_app.images.data_url import ImageFile
 from serve_app.images.decode import MEDIA_TYPES, ImageRefused
-from serve_app.public_addresses import NotPublic, PublicResolver, check_host, is_public
 
 _MAX_REDIRECTS = 3
 _PIECE_BYTES = 1 << 16

@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.errors import ConfigRefused, ImagesOverloaded, ImagesUnavailable
+from serve_app.base.errors import ConfigRefused, ImagesOverloaded, ImagesUnavailable
 from serve_app.images.prepared import ImageOrder, PreparedImages
 
 logger = logging.getLogger(__name__)

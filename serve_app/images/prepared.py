@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engines.protocol import HostTensor, PromptImage
+from engines.interface.protocol import HostTensor, PromptImage
 
 _DIGEST_BYTES = 16
 

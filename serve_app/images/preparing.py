@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engines.protocol import PromptImage
-from serve_app.errors import InvalidRequest
+from engines.interface.protocol import PromptImage
+from serve_app.base.errors import InvalidRequest
 from serve_app.images.prepared import Frame, ImageOrder, PreparedImage, PreparedImages, Refusal
 
 

@@ -9,11 +9,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from engines.protocol import BFLOAT16, HostTensor
-from serve_app.errors import ConfigRefused
+from engines.interface.protocol import BFLOAT16, HostTensor
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.model_files import read_json
 from serve_app.images.decode import ImageRefused
 from serve_app.images.prepared import Frame, PreparedImage
-from serve_app.model_files import read_json
 
 _NOT_FOR_THE_MODEL = frozenset({"num_crops", "rows", "cols", "num_patches"})
 _PROBE_PIXELS = 64

@@ -12,7 +12,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, 
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from serve_app.errors import ConfigRefused, LedgerUnavailable
+from serve_app.base.errors import ConfigRefused, LedgerUnavailable
 from serve_app.ledger import schema
 
 _TIMEOUT_S: Final = 5.0

@@ -8,7 +8,7 @@ from typing import Final
 from sqlalchemy import Connection, delete
 from sqlalchemy.exc import DataError, IntegrityError, StatementError
 
-from serve_app.errors import LedgerUnavailable
+from serve_app.base.errors import LedgerUnavailable
 from serve_app.ledger.database import Database
 from serve_app.ledger.record import UsageRecord
 from serve_app.ledger.schema import AMOUNTS, COUNTED, DAILY, GROUPS, HOLDS, USAGE, insert

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, case, delete, func, null, select, union_all, update
 
-from serve_app.errors import LedgerUnavailable
+from serve_app.base.errors import LedgerUnavailable
 from serve_app.ledger.database import Database
 from serve_app.ledger.schema import DAILY, HOLDS
 from serve_app.ledger.spend import Budget, Reached, Spend, Used, month_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Self
 
+from serve_app.base.errors import ConfigRefused, LedgerUnavailable
 from serve_app.config.ledger import LedgerConfig
-from serve_app.errors import ConfigRefused, LedgerUnavailable
 from serve_app.ledger.database import Database
 from serve_app.ledger.holds import ANSWER_S, Answer, Ask, HoldDesk
 from serve_app.ledger.record import UsageRecord

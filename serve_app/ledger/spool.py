@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from serve_app.errors import ConfigRefused
+from serve_app.base.errors import ConfigRefused
 
 _LOCK: Final = "lock"
 _SUFFIX: Final = ".jsonl"

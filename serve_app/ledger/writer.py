@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from serve_app.errors import LedgerUnavailable
+from serve_app.base.errors import LedgerUnavailable
 from serve_app.ledger import entries
 from serve_app.ledger.database import Database
 from serve_app.ledger.holds import release_all

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
-from serve_app.errors import NoEndpoint
+from serve_app.base.errors import NoEndpoint
 from serve_app.marketplace.slugs import Endpoint, Wanted
 
 _HASH_BITS = 53  # as many as a float holds exactly

@@ -4,8 +4,8 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Final
 
+from serve_app.base.json_structure import edited, members
 from serve_app.config.marketplace import UpstreamConfig
-from serve_app.json_structure import edited, members
 
 _USAGE = "include_usage"
 _READ: Final = frozenset({"stream", "max_tokens", "max_completion_tokens", "n", "best_of"})

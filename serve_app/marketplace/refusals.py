@@ -5,7 +5,7 @@ from email.utils import parsedate_to_datetime
 from time import time
 from typing import Final
 
-from serve_app.errors import UpstreamFailed, UpstreamRefused
+from serve_app.base.errors import UpstreamFailed, UpstreamRefused
 from serve_app.marketplace.relay import JsonObject, parsed
 from serve_app.marketplace.secret import Secret
 

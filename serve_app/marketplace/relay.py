@@ -13,8 +13,8 @@ from typing import Final
 
 from pydantic_core import from_json
 
-from serve_app.errors import UpstreamLost
-from serve_app.json_structure import Structure, edited, without_collections
+from serve_app.base.errors import UpstreamLost
+from serve_app.base.json_structure import Structure, edited, without_collections
 from serve_app.marketplace.events import Event
 from serve_app.marketplace.secret import Secret
 

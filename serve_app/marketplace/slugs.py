@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from serve_app.base.errors import ConfigRefused, ModelNotFound
+from serve_app.base.explain import near
+from serve_app.config.checking.refusal import Refusal
 from serve_app.config.keys import upstream_key
 from serve_app.config.marketplace import EndpointConfig, MarketplaceConfig, SlugConfig, UpstreamConfig
 from serve_app.config.price import Price
-from serve_app.config.refusal import Refusal
-from serve_app.errors import ConfigRefused, ModelNotFound
-from serve_app.explain import near
 from serve_app.marketplace.health import Health
 from serve_app.marketplace.recent import Recent
 from serve_app.marketplace.upstream import Upstream

@@ -15,14 +15,14 @@ from typing import Final
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
+from serve_app.base.errors import UpstreamFailed, UpstreamLost
+from serve_app.base.public_addresses import NotPublic, PublicResolver
 from serve_app.config.marketplace import UpstreamConfig
-from serve_app.errors import UpstreamFailed, UpstreamLost
 from serve_app.marketplace.events import Event, Events, EventTooLong
 from serve_app.marketplace.refusals import error_of, error_status, judged
 from serve_app.marketplace.relay import DONE, MAX_WHOLE_VALUES, parsed
 from serve_app.marketplace.secret import Secret
 from serve_app.marketplace.watch import Watch
-from serve_app.public_addresses import NotPublic, PublicResolver
 
 _READ_BUFFER_BYTES: Final = 1 << 16
 _MAX_WHOLE_BYTES: Final = 16 << 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
-from serve_app.errors import HttpError
+from serve_app.base.errors import HttpError
 
 HEADER_TIMEOUT_S = 5  # a client needs one round trip to send headers
 HEADER_BYTES = 16384

@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import HttpError
+from serve_app.base.errors import HttpError
 from serve_app.proxy.error_pages import content_of, page_of
 
 _REPLACED = (b"content-type", b"content-length")

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from engines.protocol import GenerateRequest, TokenDelta
-from serve_app.errors import FirstTokenTimeout, ReplicaLost
+from engines.interface.protocol import GenerateRequest, TokenDelta
+from serve_app.base.errors import FirstTokenTimeout, ReplicaLost
 
 
 class Replicas(Protocol):

@@ -5,9 +5,9 @@ tools and benchmarks use it to run a whole service.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 
-from engines.errors import EngineError
-from engines.protocol import Engine, GenerateRequest, Output, TokenDelta
-from serve_app.errors import ClientTooSlow, NoReplica
+from engines.interface.errors import EngineError
+from engines.interface.protocol import Engine, GenerateRequest, Output, TokenDelta
+from serve_app.base.errors import ClientTooSlow, NoReplica
 from serve_app.replicas.unread import Unread
 
 

@@ -12,9 +12,9 @@ from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
-from engines.errors import EngineError, QueueFull
-from engines.protocol import GenerateRequest, TokenDelta
-from serve_app.errors import NoReplica, ReplicaLost, ServingError
+from engines.interface.errors import EngineError, QueueFull
+from engines.interface.protocol import GenerateRequest, TokenDelta
+from serve_app.base.errors import NoReplica, ReplicaLost, ServingError
 from serve_app.replicas.channel.listener import Listener, Stream
 from serve_app.replicas.readiness import AppStatus, ReadinessWatch
 from serve_app.replicas.router import STATUS_METHOD

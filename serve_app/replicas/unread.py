@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Sequence
 
-from engines.protocol import TokenDelta
-from serve_app.errors import ClientTooSlow
+from engines.interface.protocol import TokenDelta
+from serve_app.base.errors import ClientTooSlow
 
 MAX_WEIGHT = 200_000  # tokens and log-probabilities
 

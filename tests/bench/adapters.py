@@ -21,12 +21,12 @@ from make_adapters import make
 from engines.compute.candidates import candidate_paths
 from engines.compute.paged_model import PagedModel
 from engines.compute.runner import ModelRunner
-from engines.config import EngineConfig
+from engines.interface.config import EngineConfig
+from engines.interface.protocol import Adapter
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from engines.lora.format.weights import read_adapter
 from engines.model.loader import load_model
 from engines.planning.scheduler import Chunk
-from engines.protocol import Adapter
 
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 160

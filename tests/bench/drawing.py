@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from engines.interface.protocol import GenerateRequest, SamplingParams
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, SamplingParams
 from engines.sampling.sampler import sample
 
 KINDS: dict[str, dict[str, Any]] = {

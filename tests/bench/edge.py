@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import uvicorn
 
 from engines.fake import FakeConfig, FakeEngine, Script
-from engines.protocol import GenerateRequest, Output, SamplingParams
+from engines.interface.protocol import GenerateRequest, Output, SamplingParams
 from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
 from serve_app.replicas.in_process import LocalReplicas
-from tests.support.tiny_tokenizer import make_tokenizer, save_model_folder
+from tests.support.files.tiny_tokenizer import make_tokenizer, save_model_folder
 
 KEY = "bench"
 

@@ -22,7 +22,8 @@ from engines.compute.paged_model import PagedModel
 from engines.compute.path import ComputePath
 from engines.compute.plain_path import PlainPath
 from engines.compute.runner import ModelRunner
-from engines.config import EngineConfig
+from engines.interface.config import EngineConfig
+from engines.interface.protocol import GenerateRequest, SamplingParams
 from engines.model.loader import load_model
 from engines.model.packed_linear import pack_linears
 from engines.native.build import FLAGS, library_path
@@ -30,7 +31,6 @@ from engines.native.library import Library
 from engines.native.structure import read_structure
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, SamplingParams
 
 BATCHES = (1, 8, 32, 64)
 PROMPT = 1024

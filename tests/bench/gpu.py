@@ -25,10 +25,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from engines.config import EngineConfig
-from engines.errors import EngineError
+from engines.interface.config import EngineConfig
+from engines.interface.errors import EngineError
+from engines.interface.protocol import Adapter, GenerateRequest, Output, SamplingParams
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
-from engines.protocol import Adapter, GenerateRequest, Output, SamplingParams
 from engines.torch_engine import TorchEngine
 
 PROMPT, OUTPUT = 512, 128

@@ -22,14 +22,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engines.gpu.attention import PagedLayout
 from engines.gpu.graphs import DecodeGraphs
+from engines.host.switching import SWITCH_INTERVAL_S
+from engines.interface.protocol import GenerateRequest, SamplingParams
 from engines.loop import EngineLoop
 from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, SamplingParams
-from engines.switching import SWITCH_INTERVAL_S
 from engines.tensors.batch import Carried, StepBatch, build_batch
-from tests.support.no_adapters import NoAdapters
+from tests.support.engines.no_adapters import NoAdapters
 
 VOCAB, BLOCK, CONTEXT = 256, 16, 4096
 PROMPT, OUTPUT = 16, 1000

@@ -31,7 +31,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from serve_app.cli.processes import command_line, descendants  # noqa: E402
-from tests.support.tiny_tokenizer import save_model_folder  # noqa: E402
+from tests.support.files.tiny_tokenizer import save_model_folder  # noqa: E402
 
 KEY = "rh-bench-key"
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.support.lora_files import LoraTargets, adapter_at, read_adapter, write_adapter
+from tests.support.files.lora_files import LoraTargets, adapter_at, read_adapter, write_adapter
 
 SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
 

@@ -4,8 +4,8 @@
 
 Requests arrive at random at a share of what all batches hold. Each goes through `candidate_of` and `choose` of one of
 the ingresses, one per ten replicas, each with reports of its own. Replicas tell their status as frames that are encoded
-and decoded (`tests/support/routing_simulation.py`). `--loads serve`: no statuses; the queue lengths are those that
-Serve 2.60 believes for unary calls.
+and decoded (`tests/support/replicas/routing_simulation.py`). `--loads serve`: no statuses; the queue lengths are those
+that Serve 2.60 believes for unary calls.
 
 Prints Markdown tables: balance and adapters at 70 % load, the same with half of the requests for one adapter, the keys
 that move when a replica leaves, and the bytes that Serve's controller carries.
@@ -27,7 +27,7 @@ from ray.serve._private.common import DeploymentID, DeploymentTargetInfo, Replic
 from serve_app.replicas.reports import BEAT_S, Report
 from serve_app.replicas.router import Candidate, Patience, Wish, choose
 from serve_app.replicas.status import pack_adapters
-from tests.support.routing_simulation import APP, CAPACITY, Result, Settings, Simulation, names
+from tests.support.replicas.routing_simulation import APP, CAPACITY, Result, Settings, Simulation, names
 
 
 def moved(count: int, keys: int = 2000) -> tuple[float, int]:

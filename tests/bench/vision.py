@@ -21,11 +21,11 @@ from transformers import AutoModelForImageTextToText, SmolVLMConfig
 from engines.compute.candidates import candidate_paths
 from engines.compute.paged_model import PagedModel
 from engines.compute.runner import ModelRunner
-from engines.config import EngineConfig
+from engines.interface.config import EngineConfig
+from engines.interface.protocol import GenerateRequest, HostTensor, PromptImage, SamplingParams
 from engines.model.loader import load_model
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, HostTensor, PromptImage, SamplingParams
 
 BATCHES = (1, 8, 32)
 PROMPT = 256

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from serve_app.config.deploy import free_port
-from tests.support.demo_config import text_config
+from tests.support.processes.demo_config import text_config
 
 ROOT = Path(__file__).parents[2]
 MODEL_FOLDER = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"

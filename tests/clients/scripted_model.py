@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.fake import FakeConfig
-from engines.protocol import GenerateRequest
+from engines.interface.protocol import GenerateRequest
+from tests.support.files.tiny_tokenizer import save_model_folder
 from tests.support.harness import CHAT, CONTEXT, RunningEdge, config_for, running_edge
-from tests.support.tiny_tokenizer import save_model_folder
 
 MODEL = CHAT
 _TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)

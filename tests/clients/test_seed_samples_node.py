@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.harness import RunningEdge
+from tests.support.marketplace.slugs import SLUG, Sell, local, remote
+from tests.support.marketplace.upstream import running_upstream
 from tests.support.sample_code import sample
-from tests.support.slugs import SLUG, Sell, local, remote
-from tests.support.upstream import running_upstream
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 pytestmark = [pytest.mark.clients]
 
 NODE = Path(__file__).parent / "node"

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.support.demo_modules import ROOT, lessons, prepare_demo
+from tests.support.processes.demo_modules import ROOT, lessons, prepare_demo
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # In and out of every linear layer of the base.

@@ -14,8 +14,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
-from tests.support.demo_modules import lessons, prepare_demo, train_checkpoint
-from tests.support.tiny_gguf import TEMPLATE, tiny_model, write_gguf
+from tests.support.files.tiny_gguf import TEMPLATE, tiny_model, write_gguf
+from tests.support.processes.demo_modules import lessons, prepare_demo, train_checkpoint
 
 TINY_LAYERS = ["q_proj", "v_proj", "down_proj"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.demo_modules import prepare_demo
-from tests.support.tiny_gguf import CONTEXT, tiny_vocabulary, write_gguf
+from tests.support.files.tiny_gguf import CONTEXT, tiny_vocabulary, write_gguf
+from tests.support.processes.demo_modules import prepare_demo
 
 Converted = tuple[Path, dict[str, torch.Tensor]]
 

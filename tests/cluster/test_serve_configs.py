@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.cli.check import check, check_file
 from serve_app.config.api import ApiArgs
 from serve_app.config.model import ModelArgs
-from serve_app.errors import ConfigRefused
 from tests.support.readme_blocks import ROOT
 
 SERVE = ROOT / "cluster" / "serve"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.metrics import EngineMetrics, Exporter, IngressMetrics
+from serve_app.deployments.metrics import EngineMetrics, Exporter, IngressMetrics
 from tests.support.readable_metrics import ReadableMetrics
 from tests.support.readme_blocks import ROOT, environment
 from tests.support.watching import WATCH, alerts, boards, expressions, grafana, metrics_in, start, tool

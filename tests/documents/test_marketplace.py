@@ -14,10 +14,10 @@ import yaml
 from serve_app.config.keys import DEMO_KEY
 from serve_app.config.service import parse_config
 from tests.support.harness import CHAT, RunningEdge
+from tests.support.marketplace.upstream import running_upstream
+from tests.support.marketplace.upstream_replies import TEXTS
 from tests.support.readme_blocks import ADDRESS, ROOT, Block, blocks
 from tests.support.sample_code import environment
-from tests.support.upstream import running_upstream
-from tests.support.upstream_replies import TEXTS
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 

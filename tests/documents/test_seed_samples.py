@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from tests.support.harness import BASE, CHAT, KEY, RunningEdge
+from tests.support.marketplace.slugs import SLUG, Sell, ask, local, remote
+from tests.support.marketplace.upstream import running_upstream
 from tests.support.sample_code import environment, run_curl, run_python, sample, send_as_curl
-from tests.support.slugs import SLUG, Sell, ask, local, remote
-from tests.support.upstream import running_upstream
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 
 REASONING, ANSWER = "17 * 20 = 340, and 17 * 3 = 51. 340 + 51 = 391.", "17 * 23 = 391."
 SOLVED = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes.set_up import make_environment
 from tests.support.readme_blocks import ROOT, blocks, environment
-from tests.support.set_up import make_environment
 
 
 @pytest.fixture(scope="module")

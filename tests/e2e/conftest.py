@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from tests.e2e.service_config import KEY, service_config
-from tests.support.demo_config import text_config
-from tests.support.running_up import MODEL
+from tests.support.processes.demo_config import text_config
+from tests.support.processes.running_up import MODEL
 from tests.support.waiting import eventually
 
 Json = dict[str, Any]
@@ -82,7 +82,7 @@ class Service:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tests.support.tiny_tokenizer import save_model_folder
+    from tests.support.files.tiny_tokenizer import save_model_folder
 
     return str(save_model_folder(tmp_path_factory.mktemp("models") / "tiny"))
 

@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from tests.support.demo_modules import ROOT
+from tests.support.processes.demo_modules import ROOT
 
 KEY = "rh-e2e-key"
 MODEL = "tiny/Chat"

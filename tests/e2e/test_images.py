@@ -14,8 +14,8 @@ import pytest
 from tests.e2e.conftest import Service
 from tests.e2e.service_config import Json, model
 from tests.e2e.test_failures import replica_processes
-from tests.support.demo_modules import ROOT
-from tests.support.image_files import data_url, encoded, picture
+from tests.support.files.image_files import data_url, encoded, picture
+from tests.support.processes.demo_modules import ROOT
 from tests.support.waiting import eventually
 
 VISION = "roundhouse/tiny-vision"

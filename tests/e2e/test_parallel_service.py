@@ -10,8 +10,8 @@ import pytest
 
 from tests.e2e.conftest import Service
 from tests.e2e.service_config import DEMO, with_demo
-from tests.support.demo_modules import ROOT
-from tests.support.engine_harness import followers
+from tests.support.engines.engine_harness import followers
+from tests.support.processes.demo_modules import ROOT
 from tests.support.waiting import eventually
 
 QUILL = "tinker://demo/sampler_weights/quill"

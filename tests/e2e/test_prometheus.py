@@ -16,7 +16,7 @@ import pytest
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from tests.e2e.conftest import Service
 from tests.e2e.service_config import DEMO, MODEL, with_demo
-from tests.support.demo_modules import ROOT
+from tests.support.processes.demo_modules import ROOT
 from tests.support.waiting import eventually
 from tests.support.watching import Prometheus, alerts, expressions, metrics_in, running_prometheus
 

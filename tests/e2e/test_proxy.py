@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from serve_app.config.deploy import free_port
-from tests.support.demo_config import text_config
-from tests.support.running_up import KEY, MODEL, Up, processes, title, write
+from tests.support.processes.demo_config import text_config
+from tests.support.processes.running_up import KEY, MODEL, Up, processes, title, write
 from tests.support.waiting import eventually
 
 MAX_REQUESTS = 4

@@ -7,7 +7,7 @@ import httpx
 from tests.e2e.conftest import Service
 from tests.e2e.service_config import KEY, MODEL, PLAIN_PREFIX, SLEEPY
 from tests.e2e.test_reconfigure import changed
-from tests.support.slugs import local, priced, remote, slug
+from tests.support.marketplace.slugs import local, priced, remote, slug
 from tests.support.waiting import eventually
 
 BOTH, ASLEEP = "acme/both", "acme/asleep"

@@ -14,7 +14,7 @@ from tests.e2e.conftest import Service
 from tests.e2e.service_config import DEMO as BASE
 from tests.e2e.service_config import with_demo
 from tests.e2e.test_clients_leave import hang_up_at_random
-from tests.support.demo_modules import ROOT
+from tests.support.processes.demo_modules import ROOT
 from tests.support.sample_code import run_python, sample
 from tests.support.waiting import eventually
 

@@ -20,7 +20,16 @@ import pytest
 import yaml
 
 from serve_app.config.deploy import free_port
-from tests.support.running_up import KEY, MODEL, Up, plain_environment, processes, title, with_catalogue, write
+from tests.support.processes.running_up import (
+    KEY,
+    MODEL,
+    Up,
+    plain_environment,
+    processes,
+    title,
+    with_catalogue,
+    write,
+)
 from tests.support.waiting import eventually
 from tests.support.watching import WATCH, Prometheus, tool
 

@@ -20,9 +20,9 @@ import pytest
 import yaml
 
 from serve_app.config.deploy import free_port
+from tests.support.processes.running_up import plain_environment
+from tests.support.processes.ssh_machine import SshMachine, ssh_machine
 from tests.support.readme_blocks import ROOT
-from tests.support.running_up import plain_environment
-from tests.support.ssh_machine import SshMachine, ssh_machine
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]

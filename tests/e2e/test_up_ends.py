@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from serve_app.config.deploy import free_port
-from tests.support import engine_harness
-from tests.support.running_up import MODEL, ROOT, Up, processes, title, with_catalogue, write
-from tests.support.tiny_tokenizer import save_model_folder
+from tests.support.engines import engine_harness
+from tests.support.files.tiny_tokenizer import save_model_folder
+from tests.support.processes.running_up import MODEL, ROOT, Up, processes, title, with_catalogue, write
 from tests.support.waiting import eventually
 
 

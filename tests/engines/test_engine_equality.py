@@ -4,8 +4,8 @@ cache, after preemption, with other adapters beside them.
 
 import pytest
 
-from engines.protocol import Adapter, GenerateRequest
-from tests.support.engine_harness import (
+from engines.interface.protocol import Adapter, GenerateRequest
+from tests.support.engines.engine_harness import (
     DrivenEngine,
     Engines,
     adapter,
@@ -14,7 +14,7 @@ from tests.support.engine_harness import (
     prompt_of,
     request,
 )
-from tests.support.tiny_models import CONFIGS, HYBRID
+from tests.support.engines.tiny_models import CONFIGS, HYBRID
 
 LENGTHS = (15, 16, 1, 17, 40, 70)
 TOKENS = 10

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from engines.protocol import Adapter, GenerateRequest
-from tests.support.engine_harness import (
+from engines.interface.protocol import Adapter, GenerateRequest
+from tests.support.engines.engine_harness import (
     DrivenEngine,
     Engines,
     Result,
@@ -23,7 +23,7 @@ from tests.support.engine_harness import (
     prompt_of,
     request,
 )
-from tests.support.tiny_models import CONFIGS
+from tests.support.engines.tiny_models import CONFIGS
 
 ADAPTERS: Mapping[str, tuple[str, ...]] = {
     "llama": ("all", "head", "embedding"),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.protocol import FinishReason, GenerateRequest, TokenLogprob
-from tests.support.engine_harness import (
+from engines.interface.protocol import FinishReason, GenerateRequest, TokenLogprob
+from tests.support.engines.engine_harness import (
     DrivenEngine,
     Engines,
     Result,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engines.errors import EngineError, EngineStopped, NonFiniteLogits, QueueFull, RequestRefused
 from engines.fake import FakeConfig, FakeEngine, Script
-from engines.protocol import Adapter, FinishReason, GenerateRequest, Output, SamplingParams, TokenDelta
+from engines.interface.errors import EngineError, EngineStopped, NonFiniteLogits, QueueFull, RequestRefused
+from engines.interface.protocol import Adapter, FinishReason, GenerateRequest, Output, SamplingParams, TokenDelta
 
 
 class Collector:

@@ -7,13 +7,13 @@ from threading import Thread
 import pytest
 import torch
 
-from engines.errors import EngineError, NonFiniteLogits
+from engines.interface.errors import EngineError, NonFiniteLogits
+from engines.interface.protocol import FinishReason, TokenDelta
 from engines.loop import EngineLoop
 from engines.planning.prefill_pace import PrefillPace
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import FinishReason, TokenDelta
-from tests.support.engine_harness import request
-from tests.support.loop_drive import BREAKS, MISSHAPEN, NAN, RAISES, Bench, HashRunner, greedy, logits_after
+from tests.support.engines.engine_harness import request
+from tests.support.engines.loop_drive import BREAKS, MISSHAPEN, NAN, RAISES, Bench, HashRunner, greedy, logits_after
 
 NewBench = Callable[..., Bench]
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.interface.protocol import FinishReason, GenerateRequest, TokenDelta
 from engines.loop import Event
 from engines.planning.sequence import TokenSequence
-from engines.protocol import FinishReason, GenerateRequest, TokenDelta
 from engines.sampling.sampler import Draws, Sampled, Sampler
-from tests.support.engine_harness import request
-from tests.support.loop_drive import NAN, RAISES, Bench, HashRunner, greedy
+from tests.support.engines.engine_harness import request
+from tests.support.engines.loop_drive import NAN, RAISES, Bench, HashRunner, greedy
 
 SAMPLING: list[dict[str, Any]] = [
     {},

@@ -13,9 +13,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.demo_modules import ROOT
-from tests.support.engine_harness import DrivenEngine, engine_config, reference_logits, request
-from tests.support.lora_files import adapter_at
+from tests.support.engines.engine_harness import DrivenEngine, engine_config, reference_logits, request
+from tests.support.files.lora_files import adapter_at
+from tests.support.processes.demo_modules import ROOT
 
 DEMO = str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
 GEMMA = "google/gemma-3-270m"

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.errors import (
+from engines.interface.errors import (
     AdapterChanged,
     AdapterRefused,
     AdapterUnavailable,
@@ -25,10 +25,10 @@ from engines.errors import (
     QueueFull,
     RequestRefused,
 )
-from engines.protocol import Adapter, GenerateRequest, Output
+from engines.interface.protocol import Adapter, GenerateRequest, Output
 from engines.tensors.kv_cache import KVCache
 from engines.torch_engine import TorchEngine
-from tests.support.engine_harness import (
+from tests.support.engines.engine_harness import (
     BREAKS,
     RAISES,
     Collector,
@@ -46,7 +46,7 @@ from tests.support.engine_harness import (
     scaled_adapter,
     spoilt_adapter,
 )
-from tests.support.tiny_models import VOCAB
+from tests.support.engines.tiny_models import VOCAB
 from tests.support.waiting import eventually
 
 BOTH = pytest.mark.parametrize("attention", ["auto", "sdpa"])

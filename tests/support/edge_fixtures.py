@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from engines.fake import FakeConfig
+from tests.support.files.tiny_tokenizer import save_model_folder
 from tests.support.harness import CONTEXT, RunningEdge, config_for, running_edge
-from tests.support.tiny_tokenizer import save_model_folder
 
 
 @pytest.fixture(scope="session")

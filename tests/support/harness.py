@@ -18,22 +18,22 @@ import httpx
 import openai
 import uvicorn
 
-from engines.errors import EngineError
 from engines.fake import FakeConfig, FakeEngine
-from engines.protocol import Engine, GenerateRequest
+from engines.interface.errors import EngineError
+from engines.interface.protocol import Engine, GenerateRequest
 from serve_app.api.record import RequestRecord
+from serve_app.base.errors import CheckpointNotFound
+from serve_app.base.model_id import CheckpointPath, parse_checkpoint_path
 from serve_app.catalog.catalog import Checkpoints, ResolvedCheckpoint
 from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.checkpoints.listing import ListedCheckpoint, Listing
-from serve_app.config.refusal import Refusal
+from serve_app.config.checking.refusal import Refusal
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
-from serve_app.errors import CheckpointNotFound
 from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
 from serve_app.images.preprocessor import Preprocessor
-from serve_app.model_id import CheckpointPath, parse_checkpoint_path
 from serve_app.replicas.in_process import LocalReplicas
-from tests.support.tiny_tokenizer import make_tokenizer
+from tests.support.files.tiny_tokenizer import make_tokenizer
 
 CHAT = "tiny/Chat"
 PLAIN = "tiny/Plain"  # a chat template, but a renderer that parses nothing

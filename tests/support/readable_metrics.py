@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from serve_app.metrics import Exporter
+from serve_app.deployments.metrics import Exporter
 
 Labels = tuple[tuple[str, str], ...]
 

@@ -3,7 +3,7 @@
 import os
 import stat
 
-from engines.errors import AdapterChanged, AdapterRefused, AdapterUnavailable
+from engines.interface.errors import AdapterChanged, AdapterRefused, AdapterUnavailable
 from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
 
 

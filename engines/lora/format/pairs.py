@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engines.errors import AdapterRefused
+from engines.interface.errors import AdapterRefused
 from engines.lora.format.digest import WEIGHTS_FILE
 from engines.lora.format.names import Resolver
 from engines.lora.format.peft_config import PeftConfig, refused

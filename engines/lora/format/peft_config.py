@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from engines.errors import AdapterRefused
+from engines.interface.errors import AdapterRefused
 from engines.lora.format.digest import CONFIG_FILE, Buffer
 from engines.lora.format.patterns import Budget, Pattern, PatternRefused
 from engines.lora.format.tensor_file import printable

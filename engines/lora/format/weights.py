@@ -15,7 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engines.errors import AdapterChanged, AdapterRefused
+from engines.interface.errors import AdapterChanged, AdapterRefused
+from engines.interface.protocol import Adapter
 from engines.lora.format.digest import WEIGHTS_FILE, adapter_digest
 from engines.lora.format.files import read_files
 from engines.lora.format.names import Role, TensorName, parse_name
@@ -23,7 +24,6 @@ from engines.lora.format.pairs import FilePair, LoraPair, PairBuilder, is_finite
 from engines.lora.format.peft_config import parse_config
 from engines.lora.format.targets import LoraTargets, TargetKind, row_sums
 from engines.lora.format.tensor_file import TensorEntry, TensorFile, TensorFileError, parse_header, printable
-from engines.protocol import Adapter
 
 __all__ = ["AdapterWeights", "LoraPair", "LoraTargets", "read_adapter"]
 

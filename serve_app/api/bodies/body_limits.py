@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from serve_app.api.prompt_limits import LONGEST_WINDOW, too_long
+from serve_app.api.prompts.prompt_limits import LONGEST_WINDOW, too_long
+from serve_app.base.errors import InvalidRequest
 from serve_app.config.service import LimitsConfig
-from serve_app.errors import InvalidRequest
 
 
 def check_sizes(raw: Mapping[str, object], limits: LimitsConfig, longest_context: int) -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from pydantic_core import from_json
 
-from serve_app.api.ignored_fields import Known
-from serve_app.api.prompt_limits import LONGEST_WINDOW, too_long
-from serve_app.errors import InvalidRequest
-from serve_app.json_structure import COLON, Structure, without_collections
+from serve_app.api.bodies.ignored_fields import Known
+from serve_app.api.prompts.prompt_limits import LONGEST_WINDOW, too_long
+from serve_app.base.errors import InvalidRequest
+from serve_app.base.json_structure import COLON, Structure, without_collections
 
 JsonObject = dict[str, object]
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from engines.protocol import TokenDelta
+from engines.interface.protocol import TokenDelta
 from renderers.replies.detokenize import TokenTable
-from serve_app.api.reply import ReplyPart
-from serve_app.api.scores import Scored
+from serve_app.api.replies.reply import ReplyPart
+from serve_app.api.replies.scores import Scored
+from serve_app.base.errors import InvalidRequest
 from serve_app.catalog.served_model import ServedModel
-from serve_app.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

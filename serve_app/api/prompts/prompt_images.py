@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from serve_app.api.answer import Edge
 from serve_app.api.ticket import Ticket
+from serve_app.base.errors import InvalidRequest
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.paths import resolve_source
 from serve_app.config.service import LimitsConfig
-from serve_app.errors import InvalidRequest
 from serve_app.images.prepared import Frame, ImageLimits, ImageOrder, PreparedImage
 from serve_app.images.preparing import ImageUrl, accepted
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from renderers.templates.prompt_length import tokens_beyond
 from serve_app.api.requests import ChatRequest
+from serve_app.base.errors import InvalidRequest
+from serve_app.base.explain import show
 from serve_app.catalog.served_model import ServedModel
-from serve_app.errors import InvalidRequest
-from serve_app.explain import show
 
 THE_MODELS_WINDOW = "the model's context window"
 LONGEST_WINDOW = "the longest context window here"

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from renderers.messages import ToolCall
 from renderers.replies.detokenize import TokenTable
-from serve_app.api.logprobs import chat_logprobs, encoded, quoted, text_logprobs
-from serve_app.api.reply import ReplyPart, Usage, WholeReply
+from serve_app.api.replies.logprobs import chat_logprobs, encoded, quoted, text_logprobs
+from serve_app.api.replies.reply import ReplyPart, Usage, WholeReply
+from serve_app.api.replies.scores import Scored
 from serve_app.api.requests import ReplyOptions
 from serve_app.api.schema.replies import ChatMessage, ToolCallReply, UsageReply
-from serve_app.api.scores import Scored
 
 _END = b"data: [DONE]\n\n"
 

@@ -4,10 +4,10 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 
-from engines.protocol import TokenLogprob
+from engines.interface.protocol import TokenLogprob
 from renderers.replies.detokenize import TokenTable
+from serve_app.api.replies.scores import Scored
 from serve_app.api.schema.replies import ChatLogprob, ChatTop
-from serve_app.api.scores import Scored
 
 _LEAST = -9999.0
 

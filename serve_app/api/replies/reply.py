@@ -7,13 +7,13 @@ of them.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engines.protocol import FinishReason, TokenDelta
+from engines.interface.protocol import FinishReason, TokenDelta
 from renderers.base import ReplyEnd, ReplyParser
 from renderers.deltas import Delta, Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from renderers.messages import ToolCall
 from renderers.replies.detokenize import Detokenizer, visible_text
 from renderers.replies.stop import StopMatcher
-from serve_app.api.scores import Scored, Scores
+from serve_app.api.replies.scores import Scored, Scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from engines.protocol import TokenLogprob
+from engines.interface.protocol import TokenLogprob
 
 _NONE = -1
 

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from renderers.messages import Effort
-from serve_app.api.ignored_fields import Known, known
+from serve_app.api.bodies.ignored_fields import Known, known
 from serve_app.api.schema.completion import image_url
 from serve_app.api.schema.input_types import (
     EFFORT_MAX,
@@ -28,7 +28,7 @@ from serve_app.api.schema.input_types import (
     ToolChoiceInput,
 )
 from serve_app.api.schema.sampling import MAX_LOGPROBS, SamplingFields, Section
-from serve_app.explain import Complaint
+from serve_app.base.explain import Complaint
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from serve_app.api.ignored_fields import Known
+from serve_app.api.bodies.ignored_fields import Known
 from serve_app.api.schema.input_types import PromptChunksInput, PromptInput
 from serve_app.api.schema.sampling import MAX_LOGPROBS, SamplingFields, token_ids
-from serve_app.explain import Complaint
+from serve_app.base.explain import Complaint
 
 
 @dataclass(frozen=True, slots=True)

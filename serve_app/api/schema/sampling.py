@@ -6,10 +6,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from serve_app.api.ignored_fields import Known, known
+from serve_app.api.bodies.ignored_fields import Known, known
 from serve_app.api.schema.input_types import BIAS_MAX, TOKEN_ID_MAX, LogitBiasInput, StopInput
-from serve_app.errors import InvalidRequest
-from serve_app.explain import Complaint, explain
+from serve_app.base.errors import InvalidRequest
+from serve_app.base.explain import Complaint, explain
 
 MAX_LOGPROBS = 20
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1

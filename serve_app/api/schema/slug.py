@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from serve_app.api.ignored_fields import Known, known
+from serve_app.api.bodies.ignored_fields import Known, known
 from serve_app.api.schema.sampling import Number, Section, StreamOptions
 
 MAX_TEMPERATURE = 2

@@ -5,10 +5,10 @@ from dataclasses import replace
 from serve_app.access.auth import Caller
 from serve_app.api.answer import Edge
 from serve_app.api.opening import Find
+from serve_app.base.errors import CheckpointError, NoReplica, RequestError
+from serve_app.base.model_id import parse
 from serve_app.catalog.catalog import ResolvedModel
-from serve_app.errors import CheckpointError, NoReplica, RequestError
 from serve_app.marketplace.slugs import Endpoint, Slug
-from serve_app.model_id import parse
 
 
 class NotServed(Exception):

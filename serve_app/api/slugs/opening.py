@@ -10,17 +10,17 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import Final
 
-from engines.errors import AdapterError, EngineStopped, NonFiniteLogits, QueueFull
+from engines.interface.errors import AdapterError, EngineStopped, NonFiniteLogits, QueueFull
 from serve_app.api.answer import Answer, Edge, FinishedAnswer
-from serve_app.api.ignored_fields import IgnoredFields
-from serve_app.api.json_body import parse_object
-from serve_app.api.local_endpoints import NotServed, model_of, not_ready
+from serve_app.api.bodies.ignored_fields import IgnoredFields
+from serve_app.api.bodies.json_body import parse_object
 from serve_app.api.opening import PARSE_US_PER_BYTE, Body, Operation, ParsedBody, open_again, parsed_body
 from serve_app.api.record import RequestRecord
-from serve_app.api.relayed import RelayedAnswer
-from serve_app.api.slug_request import SlugRequest
+from serve_app.api.slugs.local_endpoints import NotServed, model_of, not_ready
+from serve_app.api.slugs.relayed import RelayedAnswer
+from serve_app.api.slugs.request import SlugRequest
 from serve_app.api.ticket import Ticket
-from serve_app.errors import (
+from serve_app.base.errors import (
     CheckpointError,
     FirstTokenTimeout,
     ImagesOverloaded,

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from serve_app.api.record import RequestRecord
-from serve_app.errors import UpstreamLost
+from serve_app.base.errors import UpstreamLost
 from serve_app.marketplace.relay import Relay
 from serve_app.marketplace.upstream import UpstreamReply
 

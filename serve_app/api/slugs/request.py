@@ -8,8 +8,8 @@ from typing import Final
 from serve_app.access.auth import Caller
 from serve_app.api.schema.sampling import parse_body
 from serve_app.api.schema.slug import PriceBody, SlugFields
-from serve_app.errors import InvalidRequest
-from serve_app.explain import show
+from serve_app.base.errors import InvalidRequest
+from serve_app.base.explain import show
 from serve_app.marketplace.choice import PriceOptions
 from serve_app.marketplace.slugs import Marketplace, Slug, Wanted
 

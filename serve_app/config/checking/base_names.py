@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from serve_app.config.catalog_entry import ModelConfig
-from serve_app.config.refusal import Refusal
+from serve_app.config.checking.refusal import Refusal
 
 
 class BaseNames:

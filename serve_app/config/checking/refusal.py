@@ -7,9 +7,9 @@ from typing import Final, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from serve_app.config.option import names_at
-from serve_app.errors import ConfigRefused
-from serve_app.explain import Complaint, explain, near, path_of
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.explain import Complaint, explain, near, path_of
+from serve_app.config.checking.option import names_at
 
 RENAMED: Final[Mapping[str, str]] = {
     "least_busy": "load_floor",

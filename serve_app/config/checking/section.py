@@ -5,7 +5,7 @@ from typing import Annotated, Final
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict
 
-from engines.config import Bytes, Count, Seconds, Text
+from engines.interface.config import Bytes, Count, Seconds, Text
 
 __all__ = ["RULES", "Bytes", "Count", "Cpus", "Delay", "Seconds", "Section", "Text"]
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import msgpack
 
-from engines import errors
-from engines.protocol import FinishReason, TokenDelta, TokenLogprob
+from engines.interface import errors
+from engines.interface.protocol import FinishReason, TokenDelta, TokenLogprob
 from serve_app.replicas.status import Load, Status
 
 MAX_FRAME_BYTES = 64 << 20

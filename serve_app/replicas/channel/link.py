@@ -5,9 +5,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engines.errors import EngineError, RequestRefused
-from engines.protocol import Engine, GenerateRequest, Output, TokenDelta
-from serve_app.errors import ReplicaLost
+from engines.interface.errors import EngineError, RequestRefused
+from engines.interface.protocol import Engine, GenerateRequest, Output, TokenDelta
+from serve_app.base.errors import ReplicaLost
 from serve_app.replicas.channel.frames import (
     MAX_FRAME_BYTES,
     decode_stream_ids,
@@ -80,7 +80,7 @@ class Link:
         over.cancel()
 
     def deliver(self, outputs: Sequence[Output]) -> None:
-        """One step's outputs (`engines.protocol.OutputSink`). Outputs of requests that are not attached are dropped."""
+        """One step's outputs (`protocol.OutputSink`). Outputs of requests that are not attached are dropped."""
         entries = []
         for output in outputs:
             if output.request_id not in self._streams:

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from engines.protocol import TokenDelta
-from serve_app.errors import ReplicaLost
+from engines.interface.protocol import TokenDelta
+from serve_app.base.errors import ReplicaLost
 from serve_app.replicas.channel.frames import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,

@@ -11,12 +11,12 @@ from torch import nn
 from engines.attention.exact import ExactBackend
 from engines.attention.interface import Paged, paged_attention
 from engines.attention.sdpa import SdpaBackend
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
 from engines.planning.scheduler import Chunk
 from engines.tensors.batch import build_batch
 from engines.tensors.kv_cache import KVCache, LayerShape
-from tests.support.attention_bench import BLOCK, LAYERS, Bench, Layer, MakeBackend
-from tests.support.engine_harness import DEVICE
+from tests.support.engines.attention_bench import BLOCK, LAYERS, Bench, Layer, MakeBackend
+from tests.support.engines.engine_harness import DEVICE
 
 BACKENDS: list[MakeBackend] = [SdpaBackend, ExactBackend]
 

@@ -8,9 +8,9 @@ import torch
 from engines.model.loader import load_model
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from tests.support.engine_harness import engine_config, plain_model, prompt_of, reference_logits, request
-from tests.support.runners import runner_of
-from tests.support.tiny_models import HYBRID
+from tests.support.engines.engine_harness import engine_config, plain_model, prompt_of, reference_logits, request
+from tests.support.engines.runners import runner_of
+from tests.support.engines.tiny_models import HYBRID
 
 NAMES = pytest.mark.parametrize("name", sorted(HYBRID))
 

@@ -16,12 +16,12 @@ from engines.compute.paged_model import PagedModel
 from engines.compute.path import ComputePath
 from engines.compute.plain_path import PlainPath
 from engines.compute.runner import ModelRunner
-from engines.config import EngineConfig
-from engines.errors import ModelRefused
+from engines.interface.config import EngineConfig
+from engines.interface.errors import ModelRefused
 from engines.lora.apply import LoraLinear
 from engines.model.loader import load_model
-from tests.support.engine_harness import DEVICE, engine_config, model_folder
-from tests.support.tiny_models import HYBRID
+from tests.support.engines.engine_harness import DEVICE, engine_config, model_folder
+from tests.support.engines.tiny_models import HYBRID
 
 TRITON = {"attention": "triton", "device": DEVICE.type, "context_length": 96}
 CPU = {"device": "cpu"}

@@ -13,11 +13,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.attention.interface import NAME, paged_attention, register
 from engines.compute import self_test
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
 from engines.model.loader import check_layer_types, load_model
-from tests.support.engine_harness import DrivenEngine, engine_config, model_folder
-from tests.support.runners import runner_of
-from tests.support.tiny_models import CONFIGS, HYBRID
+from tests.support.engines.engine_harness import DrivenEngine, engine_config, model_folder
+from tests.support.engines.runners import runner_of
+from tests.support.engines.tiny_models import CONFIGS, HYBRID
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 

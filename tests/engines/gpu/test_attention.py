@@ -12,8 +12,8 @@ from engines.gpu.attention import PagedLayout, TritonBackend
 from engines.gpu.flashinfer import FlashInferBackend, wrappers_of
 from engines.gpu.varlen import Flash, VarlenBackend
 from engines.tensors.kv_cache import KVCache, LayerShape
-from tests.support.attention_bench import LAYERS, Bench, Layer, MakeBackend
-from tests.support.engine_harness import DEVICE
+from tests.support.engines.attention_bench import LAYERS, Bench, Layer, MakeBackend
+from tests.support.engines.engine_harness import DEVICE
 
 QUICK = ("plain", "everything")
 BY_NAME = [

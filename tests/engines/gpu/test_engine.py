@@ -15,14 +15,14 @@ from engines.compute.device_path import DevicePath, MakeBackend, backend_for
 from engines.compute.paged_model import PagedModel
 from engines.compute.path import ComputePath
 from engines.compute.recorded_path import RecordedPath
-from engines.config import EngineConfig
-from engines.errors import ModelRefused
 from engines.gpu.attention import TritonBackend
 from engines.gpu.graphs import Capture, CudaCapture, DecodeGraphs, Forward, Run, repeat
 from engines.gpu.lora import SlotTables
+from engines.interface.config import EngineConfig
+from engines.interface.errors import ModelRefused
 from engines.planning.scheduler import Chunk
 from engines.torch_engine import Assemble
-from tests.support.engine_harness import (
+from tests.support.engines.engine_harness import (
     DEVICE,
     DrivenEngine,
     Engines,

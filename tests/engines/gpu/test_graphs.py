@@ -12,7 +12,7 @@ from engines.gpu.graphs import CudaCapture, DecodeGraphs, repeat
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, NO_SLOT, TokenSequence
 from engines.tensors.batch import Carried, StepBatch
-from tests.support.engine_harness import DEVICE, request
+from tests.support.engines.engine_harness import DEVICE, request
 
 BLOCK, WIDTH = 16, 6
 

@@ -9,7 +9,7 @@ from engines.gpu.lora import SlotTables, device_layout, tiles_of
 from engines.lora.format.pairs import LoraPair
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from tests.support.engine_harness import DEVICE, request
+from tests.support.engines.engine_harness import DEVICE, request
 
 SLOTS, MODULES, MAX_RANK = 4, 2, 48
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.sampling.sampler import Draws, sample
-from tests.support.engine_harness import request
+from tests.support.engines.engine_harness import request
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

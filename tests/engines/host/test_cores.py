@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.cores import available_cores
+from engines.host.cores import available_cores
 
 ALL = len(os.sched_getaffinity(0))
 

@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from engines.switching import SWITCH_INTERVAL_S
-from serve_app.workers import Workers
-from tests.support.engine_harness import DrivenEngine, engine_config, request
+from engines.host.switching import SWITCH_INTERVAL_S
+from serve_app.base.workers import Workers
+from tests.support.engines.engine_harness import DrivenEngine, engine_config, request
 
 
 @pytest.fixture(params=[(5e-3, SWITCH_INTERVAL_S), (1e-5, 1e-5)], ids=["from the default", "from less"])

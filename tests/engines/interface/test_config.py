@@ -4,7 +4,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from engines.config import EngineConfig, EngineOptions, limits_of
+from engines.interface.config import EngineConfig, EngineOptions, limits_of
 
 COUNTS = (
     "context_length",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.errors import AdapterRefused
+from engines.interface.errors import AdapterRefused
 from engines.lora.adaptable import adaptable_targets
 from engines.lora.apply import AdapterModules
 from engines.lora.context import AdapterContext
@@ -20,10 +20,10 @@ from engines.planning.block_pool import TRASH_BLOCK
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, NO_SLOT, TokenSequence
 from engines.tensors.batch import build_batch
-from tests.support.engine_harness import engine_config, prompt_of, request
-from tests.support.lora_files import random_model
-from tests.support.runners import runner_of
-from tests.support.tiny_models import CONFIGS
+from tests.support.engines.engine_harness import engine_config, prompt_of, request
+from tests.support.engines.runners import runner_of
+from tests.support.engines.tiny_models import CONFIGS
+from tests.support.files.lora_files import random_model
 
 CPU = torch.device("cpu")
 

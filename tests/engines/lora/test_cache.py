@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engines.errors import AdapterChanged, AdapterError, AdapterRefused, AdapterUnavailable
+from engines.interface.errors import AdapterChanged, AdapterError, AdapterRefused, AdapterUnavailable
+from engines.interface.protocol import Adapter
 from engines.lora.cache import REFUSAL_S, AdapterCache
-from engines.protocol import Adapter
 
 TIMEOUT_S = 60.0
 

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from engines.errors import AdapterRefused
+from engines.interface.errors import AdapterRefused
+from engines.interface.protocol import Adapter
 from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from engines.lora.format.targets import LoraTargets
-from engines.protocol import Adapter
-from tests.support.engine_harness import (
+from tests.support.engines.engine_harness import (
     DrivenEngine,
     clear_prompt,
     engine_config,
@@ -27,7 +27,7 @@ from tests.support.engine_harness import (
     reference_greedy,
     request,
 )
-from tests.support.lora_files import adapter_at, read, targets_of, write_adapter
+from tests.support.files.lora_files import adapter_at, read, targets_of, write_adapter
 
 MODULE = "model.layers.0.self_attn.q_proj"
 Q = f"base_model.model.{MODULE}"

@@ -10,12 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engines.config import EngineConfig
-from engines.errors import ModelRefused
+from engines.interface.config import EngineConfig
+from engines.interface.errors import ModelRefused
 from engines.model.loader import load_model, pick_device, split_gguf
-from tests.support import tiny_models, tiny_vision
-from tests.support.engine_harness import DrivenEngine, engine_config, model_folder, prompt_of, reference_logits, request
-from tests.support.tiny_gguf import write_gguf
+from tests.support.engines import tiny_models, tiny_vision
+from tests.support.engines.engine_harness import (
+    DrivenEngine,
+    engine_config,
+    model_folder,
+    prompt_of,
+    reference_logits,
+    request,
+)
+from tests.support.files.tiny_gguf import write_gguf
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])

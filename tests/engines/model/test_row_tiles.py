@@ -18,9 +18,9 @@ from engines.model.row_tiles import TILE_ROWS, RowTiles, in_tiles
 from engines.planning.scheduler import Chunk
 from engines.tensors.batch import build_batch
 from engines.tensors.kv_cache import KVCache, LayerShape
-from tests.support.attention_bench import BLOCK, NUM_BLOCKS, Layer, text
-from tests.support.engine_harness import DEVICE
-from tests.support.lora_files import random_model
+from tests.support.engines.attention_bench import BLOCK, NUM_BLOCKS, Layer, text
+from tests.support.engines.engine_harness import DEVICE
+from tests.support.files.lora_files import random_model
 
 ROWS = 70
 

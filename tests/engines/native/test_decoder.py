@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from engines.compute import self_test
-from engines.config import EngineConfig
-from engines.errors import ModelRefused
+from engines.interface.config import EngineConfig
+from engines.interface.errors import ModelRefused
 from engines.model.loader import load_model
 from engines.native.build import library_path
 from engines.native.structure import Unsupported, read_structure
-from tests.support.engine_harness import (
+from tests.support.engines.engine_harness import (
     DrivenEngine,
     Result,
     adapter,
@@ -27,7 +27,7 @@ from tests.support.engine_harness import (
     reference_greedy,
     request,
 )
-from tests.support.runners import runner_of
+from tests.support.engines.runners import runner_of
 
 SOURCES = Path(__file__).parents[3] / "engines" / "native" / "src"
 MODELS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")

@@ -21,18 +21,18 @@ from engines.compute.assembly import assemble_model
 from engines.compute.paged_model import PagedModel
 from engines.compute.path import ComputePath
 from engines.compute.plain_path import PlainPath
-from engines.config import EngineConfig
-from engines.errors import AdapterRefused, EngineError, EngineStopped, ModelRefused
+from engines.interface.config import EngineConfig
+from engines.interface.errors import AdapterRefused, EngineError, EngineStopped, ModelRefused
+from engines.interface.protocol import GenerateRequest, PromptImage, SamplingParams
 from engines.lora.format.pairs import LoraPair
 from engines.lora.shards import Shards
 from engines.parallel.messages import ChunkMessage
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, PromptImage, SamplingParams
 from engines.tensors.batch import StepBatch, build_batch
 from engines.torch_engine import TorchEngine
 from serve_app.cli.processes import command_line
-from tests.support.engine_harness import (
+from tests.support.engines.engine_harness import (
     Collector,
     DrivenEngine,
     adapter,
@@ -173,7 +173,7 @@ def test_nobody_outlives_a_leader_that_is_killed(tmp_path: Path) -> None:
     program.write_text(
         textwrap.dedent(f"""
             import sys, time
-            from engines.config import EngineConfig
+            from engines.interface.config import EngineConfig
             from engines.parallel.group import TensorGroup
 
             group = TensorGroup(EngineConfig({str(model_folder("llama"))!r}, tensor_parallel=3, threads=1))

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engines.config import EngineConfig
-from engines.errors import ModelRefused
-from tests.support.engine_harness import DrivenEngine
-from tests.support.vision_harness import assert_plain, folder, mixed, vision_adapter, with_peft
+from engines.interface.config import EngineConfig
+from engines.interface.errors import ModelRefused
+from tests.support.engines.engine_harness import DrivenEngine
+from tests.support.engines.vision_harness import assert_plain, folder, mixed, vision_adapter, with_peft
 
 TWO: dict[str, Any] = {"tensor_parallel": 2, "attention": "sdpa", "threads": 1, "kv_cache_bytes": 4 << 20}
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
+from engines.interface.protocol import Adapter
 from engines.planning import fair_queue
 from engines.planning.fair_queue import FairQueue
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import Adapter
-from tests.support.engine_harness import request
+from tests.support.engines.engine_harness import request
 
 
 def waiting(tenant: str = "", adapter: str = "") -> TokenSequence:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from engines.planning.places import whom_to_displace
-from tests.support.scheduler_drive import Slots, drive, sequence_of
+from tests.support.engines.scheduler_drive import Slots, drive, sequence_of
 
 
 @pytest.mark.parametrize(

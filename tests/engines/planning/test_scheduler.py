@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engines.planning.scheduler import BYPASS_LIMIT, SCORED_TOKENS
 from engines.planning.sequence import TokenSequence
-from tests.support.scheduler_drive import BLOCK, Drive, Slots, drive, sequence_of
+from tests.support.engines.scheduler_drive import BLOCK, Drive, Slots, drive, sequence_of
 
 LONGEST = 6 * BLOCK
 

@@ -22,7 +22,7 @@ from transformers import (
 from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.sampling import sampler
 from engines.sampling.sampler import Draws, Sampled, prompt_logprobs, sample, uniform
-from tests.support.engine_harness import request
+from tests.support.engines.engine_harness import request
 
 DRAWS = 2000
 

@@ -10,7 +10,7 @@ from engines.planning.block_pool import TRASH_BLOCK
 from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, NO_SLOT, TokenSequence
 from engines.tensors.batch import StepBatch, build_batch, wanted_rows
-from tests.support.engine_harness import request
+from tests.support.engines.engine_harness import request
 
 CPU = torch.device("cpu")
 BLOCK = 16

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
 from engines.tensors.kv_cache import KVCache, LayerShape, blocks_for, free_memory
 
 SHAPES = {0: LayerShape(2, 8, 8, torch.float32), 1: LayerShape(4, 12, 4, torch.bfloat16)}

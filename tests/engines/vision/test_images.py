@@ -14,14 +14,13 @@ from transformers import AutoModelForImageTextToText
 
 from engines.compute.candidates import candidate_paths
 from engines.compute.paged_model import PagedModel
-from engines.config import EngineConfig
-from engines.errors import AdapterRefused, RequestRefused
+from engines.interface.config import EngineConfig
+from engines.interface.errors import AdapterRefused, RequestRefused
 from engines.model.loader import load_model, takes_images
-from tests.support import tiny_vision
-from tests.support.engine_harness import DrivenEngine
-from tests.support.lora_files import adapter_at, save_with_peft
-from tests.support.tiny_vision import asking, image_for
-from tests.support.vision_harness import (
+from tests.support.engines import tiny_vision
+from tests.support.engines.engine_harness import DrivenEngine
+from tests.support.engines.tiny_vision import asking, image_for
+from tests.support.engines.vision_harness import (
     VisionEngines,
     assert_plain,
     folder,
@@ -31,6 +30,7 @@ from tests.support.vision_harness import (
     vision_adapter,
     with_peft,
 )
+from tests.support.files.lora_files import adapter_at, save_with_peft
 
 HYBRID = frozenset({"qwen3-5"})
 NATIVE = ("qwen2.5-vl", "qwen3-vl", "llava", "smolvlm", "idefics3")

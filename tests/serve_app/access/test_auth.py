@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 import pytest
 
 from serve_app.access.auth import Keyring, hash_key, new_key
+from serve_app.base.errors import NotAuthenticated
 from serve_app.config.keys import KeyConfig, KeyLimits, PerKeyLimits
 from serve_app.config.service import LimitsConfig
-from serve_app.errors import NotAuthenticated
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serve_app.access.auth import Caller
 from serve_app.access.budgets import Budgets
-from serve_app.errors import BudgetExceeded, LedgerUnavailable
+from serve_app.base.errors import BudgetExceeded, LedgerUnavailable
 from serve_app.ledger.holds import Answer, Ask
 from serve_app.ledger.spend import Budget, Spend, Used
 

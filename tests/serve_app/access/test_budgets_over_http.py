@@ -13,12 +13,12 @@ from engines.fake import FakeConfig
 from serve_app.ledger.database import Database
 from serve_app.ledger.sums import Range, sum_up, total
 from tests.support.harness import BASE, CONTEXT, RunningEdge, config_for, running_edge
-from tests.support.ledger_service import ServiceProcess, service_process
-from tests.support.usage_records import INTERVAL_S, written
+from tests.support.ledger.ledger_service import ServiceProcess, service_process
+from tests.support.ledger.usage_records import INTERVAL_S, written
 from tests.support.waiting import eventually
 from tests.support.wire import error
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.ledger_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.ledger.ledger_fixtures")
 
 PRICE = {"prompt": 100_000, "completion": 1_000_000}  # 0.1 USD and 1 USD a token
 

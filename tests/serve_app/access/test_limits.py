@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.access.auth import Caller
 from serve_app.access.limits import Limiter
-from serve_app.errors import LimitReached
+from serve_app.base.errors import LimitReached
 from tests.support.limiter_kit import Clock, caller
 
 

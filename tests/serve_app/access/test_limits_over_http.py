@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from engines.errors import AdapterUnavailable, EngineStopped, QueueFull, RequestRefused
 from engines.fake import FakeConfig
+from engines.interface.errors import AdapterUnavailable, EngineStopped, QueueFull, RequestRefused
 from serve_app.api.record import Outcome
 from tests.support.harness import BASE, CONTEXT, KEY, OTHER_KEY, RunningEdge, config_for, running_edge
 from tests.support.waiting import eventually

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from serve_app.access.limits import Lease, Limiter
-from serve_app.errors import LimitReached, Overloaded
+from serve_app.base.errors import LimitReached, Overloaded
 from tests.support.limiter_kit import Clock, caller
 
 

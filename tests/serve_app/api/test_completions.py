@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engines.protocol import SamplingParams
+from engines.interface.protocol import SamplingParams
 from tests.support.harness import BASE, CHAT, RunningEdge
 
 pytest_plugins = ("tests.support.edge_fixtures",)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from serve_app.api.json_body import parse_object
+from serve_app.api.bodies.json_body import parse_object
 from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.completion import CompletionBody
 from serve_app.api.schema.sampling import parse_body
-from serve_app.errors import InvalidRequest
+from serve_app.base.errors import InvalidRequest
 from tests.support.harness import BASE, CHAT, PLAIN, RunningEdge
 
 pytest_plugins = ("tests.support.edge_fixtures",)

@@ -9,10 +9,10 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from engines.errors import AdapterChanged, EngineStopped, NonFiniteLogits
-from engines.protocol import GenerateRequest, TokenDelta
+from engines.interface.errors import AdapterChanged, EngineStopped, NonFiniteLogits
+from engines.interface.protocol import GenerateRequest, TokenDelta
 from serve_app.api.record import Outcome, RequestRecord
-from serve_app.errors import ReplicaLost
+from serve_app.base.errors import ReplicaLost
 from tests.support.harness import BASE, CHAT, KEY, RunningEdge, StoredCheckpoint
 
 pytest_plugins = ("tests.support.edge_fixtures",)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.errors import CheckpointIncomplete, CheckpointRefused, CheckpointUnavailable
+from serve_app.base.errors import CheckpointIncomplete, CheckpointRefused, CheckpointUnavailable
 from tests.support.harness import BASE, CHAT, OTHER_KEY, RunningEdge, StoredCheckpoint
 from tests.support.wire import error, named, refused
 

@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 
-from engines import errors as engine_errors
+from engines.interface import errors as engine_errors
 from renderers.base import RenderError
-from serve_app import errors
-from serve_app.errors import BudgetExceeded, LimitReached, to_http
+from serve_app.base import errors
+from serve_app.base.errors import BudgetExceeded, LimitReached, to_http
 
 RETRIED_BY_THE_SDK = {408, 409, 429, *range(500, 600)}
 

@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.json_structure import edited, members
-from tests.support.json_texts import OBJECTS, spelled
+from serve_app.base.json_structure import edited, members
+from tests.support.files.json_texts import OBJECTS, spelled
 
 NAMES = ["model", "price", 'a"b', "é"]
 

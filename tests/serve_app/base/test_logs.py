@@ -6,7 +6,7 @@ import logging
 import pytest
 from ray.exceptions import RayTaskError
 
-from serve_app.logs import Plain, PlainStream, join_serve_logs
+from serve_app.base.logs import Plain, PlainStream, join_serve_logs
 
 COLOURED = "\x1b[36mray::ServeReplica:m:engine.run()\x1b[39m (pid=7)"
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.errors import ConfigRefused
-from serve_app.model_files import read_json
+from serve_app.base.errors import ConfigRefused
+from serve_app.base.model_files import read_json
 
 
 def test_a_file_of_a_folder_is_read(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.errors import InvalidRequest
-from serve_app.model_id import BaseModelId, CheckpointPath, ModelId, parse
+from serve_app.base.errors import InvalidRequest
+from serve_app.base.model_id import BaseModelId, CheckpointPath, ModelId, parse
 
 NAMES = st.text(st.characters(exclude_characters=";:", exclude_categories=["Cs"]), min_size=1, max_size=40)
 VARIANTS = st.none() | st.text(st.characters(exclude_characters=";", exclude_categories=["Cs"]), max_size=20)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from serve_app.public_addresses import NotPublic, PublicResolver, check_host, is_public
+from serve_app.base.public_addresses import NotPublic, PublicResolver, check_host, is_public
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli.processes import descendants
-from tests.support.demo_modules import ROOT
+from tests.support.processes.demo_modules import ROOT
 from tests.support.waiting import eventually
 
 WATCHED = """
 import asyncio, sys, time
-from serve_app.watchdog import Watchdog
+from serve_app.base.watchdog import Watchdog
 
 async def main():
     watchdog = Watchdog(2.0)

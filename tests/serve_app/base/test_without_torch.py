@@ -16,7 +16,7 @@ MODELS = ("cluster/examples/tiny-vision", "tests/support/models/tiny-llava")
 
 def without_torch(program: str) -> str:
     """What a program prints that first does without torch."""
-    begin = "from serve_app.without_torch import do_without_torch\ndo_without_torch()\n"
+    begin = "from serve_app.base.without_torch import do_without_torch\ndo_without_torch()\n"
     command = [sys.executable, "-c", begin + textwrap.dedent(program)]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
@@ -55,7 +55,7 @@ def test_tokenizers_and_templates_are_loaded() -> None:
 def test_a_process_that_has_torch_keeps_it() -> None:
     program = """
         import sys, torch
-        from serve_app.without_torch import do_without_torch
+        from serve_app.base.without_torch import do_without_torch
         do_without_torch()
         print(sys.modules["torch"] is torch)
     """

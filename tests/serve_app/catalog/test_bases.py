@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.files.tiny_tokenizer import save_model_folder
 from tests.support.harness import BASE, CHAT, OTHER_KEY, PLAIN, RunningEdge, StoredCheckpoint
-from tests.support.tiny_tokenizer import save_model_folder
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 

@@ -10,11 +10,11 @@ from typing import ParamSpec, TypeVar
 import pytest
 
 from renderers.base import Renderer
+from serve_app.base.errors import CheckpointRefused
+from serve_app.base.workers import Workers
 from serve_app.catalog.checkpoint_templates import OwnTemplates
 from serve_app.catalog.served_model import ServedModel, load_model
 from serve_app.config.catalog_entry import ModelConfig
-from serve_app.errors import CheckpointRefused
-from serve_app.workers import Workers
 from tests.support.harness import CHAT, CONTEXT, RunningEdge, StoredCheckpoint
 
 pytest_plugins = ("tests.support.edge_fixtures",)

@@ -10,7 +10,7 @@ import pytest
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
-from tests.support.checkpoint_files import SIZE, digest, files
+from tests.support.files.checkpoint_files import SIZE, digest, files
 
 
 def _put(cache: DiskCache, fill: int) -> str:

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
-from serve_app.checkpoints.root_folder import LeavesRoot, open_below
-from serve_app.errors import (
+from serve_app.base.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
     CheckpointRefused,
     CheckpointUnavailable,
     InvalidRequest,
 )
-from serve_app.model_id import CheckpointPath
-from tests.support.checkpoint_files import (
+from serve_app.base.model_id import CheckpointPath
+from serve_app.checkpoints.root_folder import LeavesRoot, open_below
+from tests.support.files.checkpoint_files import (
     PATH,
     config,
     digest,

@@ -13,10 +13,10 @@ import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
+from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints import CheckpointStore, Listing
 from serve_app.checkpoints.listing import ListedCheckpoint, Search, merge, search_folder
-from serve_app.model_id import CheckpointPath
-from tests.support.checkpoint_files import (
+from tests.support.files.checkpoint_files import (
     PATH,
     config,
     digest,

@@ -15,16 +15,16 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
-from serve_app.checkpoints import Checkpoint, CheckpointStore
-from serve_app.errors import (
+from serve_app.base.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
     CheckpointRefused,
     CheckpointUnavailable,
     ConfigRefused,
 )
-from serve_app.model_id import CheckpointPath
-from tests.support.checkpoint_files import (
+from serve_app.base.model_id import CheckpointPath
+from serve_app.checkpoints import Checkpoint, CheckpointStore
+from tests.support.files.checkpoint_files import (
     PATH,
     assert_never_raised_twice,
     config,

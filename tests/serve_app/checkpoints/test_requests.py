@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
-from serve_app.checkpoints import Checkpoint, CheckpointStore
-from serve_app.errors import (
+from serve_app.base.errors import (
     CheckpointError,
     CheckpointIncomplete,
     CheckpointRefused,
     InvalidRequest,
 )
-from serve_app.model_id import CheckpointPath
-from tests.support.checkpoint_files import (
+from serve_app.base.model_id import CheckpointPath
+from serve_app.checkpoints import Checkpoint, CheckpointStore
+from tests.support.files.checkpoint_files import (
     PATH,
     assert_never_raised_twice,
     config,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
-from serve_app.errors import CheckpointIncomplete, CheckpointNotFound, CheckpointUnavailable
-from tests.support.checkpoint_files import PATH, config, digest, files, opened_store, run, tar_bytes, weights
+from serve_app.base.errors import CheckpointIncomplete, CheckpointNotFound, CheckpointUnavailable
+from tests.support.files.checkpoint_files import PATH, config, digest, files, opened_store, run, tar_bytes, weights
 
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engines.interface.protocol import Adapter
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
-from engines.protocol import Adapter
-from serve_app.errors import (
+from serve_app.base.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
     CheckpointRefused,
     ModelNotFound,
     to_http,
 )
-from tests.support.checkpoint_files import (
+from tests.support.files.checkpoint_files import (
     BASE,
     PATH,
     config,

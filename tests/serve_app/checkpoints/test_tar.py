@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
+from serve_app.base.errors import CheckpointIncomplete, CheckpointNotFound, CheckpointRefused, CheckpointUnavailable
 from serve_app.checkpoints.tar import TarRefused, TarTruncated, TarWrong, known_files
-from serve_app.errors import CheckpointIncomplete, CheckpointNotFound, CheckpointRefused, CheckpointUnavailable
-from tests.support.checkpoint_files import (
+from tests.support.files.checkpoint_files import (
     PATH,
     config,
     digest,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from engines.errors import ModelRefused
+from engines.interface.errors import ModelRefused
 from engines.model.loader import load_model
 from serve_app.cli.commands import main
-from tests.support.demo_config import text_config
-from tests.support.engine_harness import engine_config, model_folder
-from tests.support.tiny_tokenizer import save_model_folder
+from tests.support.engines.engine_harness import engine_config, model_folder
+from tests.support.files.tiny_tokenizer import save_model_folder
+from tests.support.processes.demo_config import text_config
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny/Model"

@@ -14,8 +14,8 @@ from serve_app.cli.commands import main
 from serve_app.cli.launch import welcome
 from serve_app.config.deploy import load_deploy_config
 from serve_app.config.keys import KeyConfig, KeyLimits
-from tests.support.demo_config import text_config
 from tests.support.harness import BASE, CHAT, KEY, RunningEdge
+from tests.support.processes.demo_config import text_config
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 ROOT = Path(__file__).parents[3]
@@ -197,7 +197,7 @@ def test_a_reply_of_thoughts_alone_ends_its_line(edge: RunningEdge, capsys, monk
 
 
 def test_a_reply_that_breaks_off_is_an_error(edge: RunningEdge):
-    from engines.errors import NonFiniteLogits
+    from engines.interface.errors import NonFiniteLogits
 
     edge.script.reply = lambda request: [*edge.script.encode("It is"), NonFiniteLogits("token 3")]
     with pytest.raises(ServiceRefused, match="NaN"):

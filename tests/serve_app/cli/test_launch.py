@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from serve_app.config.deploy import free_port
-from tests.support.demo_config import text_config
-from tests.support.fake_driver import DASHBOARD, REASON
+from tests.support.processes.demo_config import text_config
+from tests.support.processes.fake_driver import DASHBOARD, REASON
 from tests.support.readme_blocks import blocks
 from tests.support.waiting import eventually
 
@@ -27,9 +27,9 @@ import sys
 from pathlib import Path
 from serve_app.cli.launch import LaunchFailed, up
 from serve_app.config.deploy import load_deploy_config
-from serve_app.errors import ConfigRefused
+from serve_app.base.errors import ConfigRefused
 path, port, *traits = sys.argv[1:]
-driver = (sys.executable, "-m", "tests.support.fake_driver", *traits)
+driver = (sys.executable, "-m", "tests.support.processes.fake_driver", *traits)
 try:
     up(load_deploy_config(Path(path)).bound_to(None, int(port)), Path(path), driver=driver, serve_grace_s={GRACE_S})
 except (ConfigRefused, LaunchFailed) as exc:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.cli.commands import main
 from serve_app.cli.deployment import Cluster
 from serve_app.cli.run_folder import RunFolder
-from serve_app.errors import ConfigRefused
 
 ROOT = Path(__file__).parents[3]
 

@@ -1,7 +1,7 @@
 """Reading why Serve gave up, from what its controller logged."""
 
+from serve_app.base.logs import plain
 from serve_app.cli.serve_log import deploy_failure
-from serve_app.logs import plain
 
 STAMP = "2026-11-29 20:29:42,026 controller 9328 --"
 STARTED = f"INFO {STAMP} Deploying new app 'api'.\nINFO {STAMP} Importing and building app 'api'.\n"
@@ -14,7 +14,7 @@ OSError: no such folder
 
 The above exception was the direct cause of the following exception:
 
-engines.errors.ModelRefused: '/models/x' cannot be loaded: no such folder
+engines.interface.errors.ModelRefused: '/models/x' cannot be loaded: no such folder
 INFO {STAMP} Stopping Replica(id='1i1wrnu7', deployment='engine', app='small') (currently ReplicaState.STARTING).
 """
 FAILED = f"ERROR {STAMP} Deploying app 'small' failed with exception:\n"

@@ -17,11 +17,11 @@ from serve_app.cli.commands import main
 from serve_app.ledger import entries
 from serve_app.ledger.database import Database
 from serve_app.ledger.record import microseconds
-from tests.support.demo_config import text_config
-from tests.support.postgres import PASSWORD, Postgres
-from tests.support.usage_records import NOON, usage_record
+from tests.support.ledger.postgres import PASSWORD, Postgres
+from tests.support.ledger.usage_records import NOON, usage_record
+from tests.support.processes.demo_config import text_config
 
-pytest_plugins = ("tests.support.ledger_fixtures",)
+pytest_plugins = ("tests.support.ledger.ledger_fixtures",)
 
 
 def fill(url: str, *records: Any) -> None:

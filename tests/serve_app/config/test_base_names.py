@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.config.base_names import BaseNames
 from serve_app.config.catalog_entry import ModelConfig
+from serve_app.config.checking.base_names import BaseNames
 from serve_app.config.service import ServiceConfig, read_config
 
 

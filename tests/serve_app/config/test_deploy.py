@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.config.deploy import (
     DeployConfig,
     free_port,
@@ -20,8 +21,7 @@ from serve_app.config.deploy import (
 )
 from serve_app.config.keys import DEMO_KEY
 from serve_app.config.proxy import CONNECTIONS_PER_SOURCE, HEALTH_PORT
-from serve_app.errors import ConfigRefused
-from tests.support.demo_config import text_config
+from tests.support.processes.demo_config import text_config
 
 ROOT = Path(__file__).parents[3]
 STATS_PORT = "RAY_SERVE_HAPROXY_STATS_PORT"

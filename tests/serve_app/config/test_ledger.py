@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from serve_app.access.auth import Keyring
+from serve_app.base.errors import ConfigRefused
 from serve_app.config.keys import BUDGETS, KeyConfig, key_digest
 from serve_app.config.ledger import LedgerConfig
 from serve_app.config.paths import project_root
 from serve_app.config.service import LimitsConfig, ServiceConfig, parse_config, read_config
-from serve_app.errors import ConfigRefused
 from serve_app.ledger.spend import Budget
 
 SECRET = "not-to-be-shown"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.config.checking.refusal import Refusal
 from serve_app.config.marketplace import MarketplaceConfig
-from serve_app.config.refusal import Refusal
 from serve_app.config.service import ServiceConfig, parse_config, read_config
 
 MODEL = {"id": "a/b", "app": "a", "source": "/models/a"}

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.config.api import parse_api_args
 from serve_app.config.model import parse_model_args
 from serve_app.config.paths import resolve_path, resolve_source
-from serve_app.errors import ConfigRefused
 
 MINIMAL = {"id": "m", "source": "owner/model"}
 

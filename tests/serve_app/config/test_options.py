@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from annotated_types import Ge, Gt, Le
 
-from engines.config import EngineConfig, limits_of
+from engines.interface.config import EngineConfig, limits_of
+from serve_app.base.errors import ConfigRefused
 from serve_app.cli.commands import main
 from serve_app.config.api import ApiArgs, parse_api_args
+from serve_app.config.checking.option import REQUIRED, Option, options_of
+from serve_app.config.checking.refusal import RENAMED
 from serve_app.config.images import ImageArgs, parse_image_args
 from serve_app.config.model import ModelArgs, parse_model_args
-from serve_app.config.option import REQUIRED, Option, options_of
 from serve_app.config.options_page import PAGE
-from serve_app.config.refusal import RENAMED
 from serve_app.config.service import ServiceConfig, parse_config
-from serve_app.errors import ConfigRefused
 
 PRICE = {"prompt": 1, "completion": 2}
 MODEL = {"id": "a/b", "app": "a", "source": "/models/a", "price": PRICE}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from serve_app.base.explain import explain
 from serve_app.config.price import Price, Tokens
-from serve_app.explain import explain
 
 USD = st.decimals(0, 1_000_000, places=6)
 COUNTS = st.integers(0, 2**31)

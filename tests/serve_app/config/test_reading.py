@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.config.refusal import SECTIONS
+from serve_app.config.checking.refusal import SECTIONS
 from serve_app.config.service import ServiceConfig, read_config
 
 GOOD_MODEL = {"id": "a/b", "app": "a", "source": "/models/a"}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.errors import ConfigRefused
 from serve_app.config.keys import DEMO_KEY, KeyConfig, is_expired, key_digest
 from serve_app.config.service import parse_config
-from serve_app.errors import ConfigRefused
 
 MODEL = {"id": "a/b", "app": "a", "source": "/models/a"}
 SHA = "0" * 64

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from engines.config import EngineConfig
 from engines.fake import FakeConfig, FakeEngine
-from engines.protocol import EngineCounters, EngineStats, GenerateRequest, Output
+from engines.interface.config import EngineConfig
+from engines.interface.protocol import EngineCounters, EngineStats, GenerateRequest, Output
 from serve_app.api.record import RequestRecord
+from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints import CheckpointStore, StoreCounters
-from serve_app.config.refusal import SECTIONS, Refusal
+from serve_app.config.checking.refusal import SECTIONS, Refusal
 from serve_app.config.service import CheckpointsConfig
-from serve_app.ledger.ledger import LedgerReport
-from serve_app.ledger.writer import LedgerCounters
-from serve_app.metrics import (
+from serve_app.deployments.metrics import (
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     LEDGER_COUNTERS,
@@ -28,10 +27,10 @@ from serve_app.metrics import (
     IngressMetrics,
     LedgerMetrics,
 )
-from serve_app.model_id import CheckpointPath
-from tests.support import checkpoint_files, tiny_vision
-from tests.support.checkpoint_files import SIZE, files, write
-from tests.support.engine_harness import (
+from serve_app.ledger.ledger import LedgerReport
+from serve_app.ledger.writer import LedgerCounters
+from tests.support.engines import tiny_vision
+from tests.support.engines.engine_harness import (
     BREAKS,
     RAISES,
     Collector,
@@ -43,6 +42,8 @@ from tests.support.engine_harness import (
     prompt_of,
     request,
 )
+from tests.support.files import checkpoint_files
+from tests.support.files.checkpoint_files import SIZE, files, write
 from tests.support.harness import BASE, CHAT, CONTEXT, ListRecorder, RunningEdge, config_for, running_edge
 from tests.support.readable_metrics import ReadableMetrics
 

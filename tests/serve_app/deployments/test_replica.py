@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from engines.fake import FakeEngine
-from engines.protocol import Adapter, GenerateRequest, SamplingParams
+from engines.interface.protocol import Adapter, GenerateRequest, SamplingParams
 from serve_app.config.model import parse_model_args
-from serve_app.replica import EngineUnhealthy, Replica
+from serve_app.deployments.replica import EngineUnhealthy, Replica
 from serve_app.replicas.channel.listener import Listener
 from serve_app.replicas.reports import Report
 from serve_app.replicas.status import Status, pack_adapters

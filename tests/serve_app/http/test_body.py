@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.api.json_body import parse_object
-from serve_app.errors import InvalidRequest
+from serve_app.api.bodies.json_body import parse_object
+from serve_app.base.errors import InvalidRequest
 from serve_app.http.early_answer import EarlyAnswer
 from tests.support.harness import BASE, RunningEdge
 from tests.support.waiting import eventually

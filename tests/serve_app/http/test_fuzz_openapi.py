@@ -12,9 +12,9 @@ from schemathesis.engine import Status, events, from_schema
 
 from serve_app.api.schema.input_types import TOKEN_ID_MAX
 from tests.support.harness import BASE, CHAT, KEY, PLAIN, RunningEdge
-from tests.support.slugs import SLUG, Sell, local, priced
+from tests.support.marketplace.slugs import SLUG, Sell, local, priced
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 
 CONFIG: dict[str, Any] = {
     "seed": 1,

@@ -17,28 +17,28 @@ from pydantic import BaseModel
 from starlette.routing import Route
 
 from renderers.base import RenderError
-from serve_app.api.body_limits import check_sizes
-from serve_app.api.json_body import parse_object
+from serve_app.api.bodies.body_limits import check_sizes
+from serve_app.api.bodies.json_body import parse_object
 from serve_app.api.schema.chat import ChatBody
 from serve_app.api.schema.completion import CompletionBody
 from serve_app.api.schema.input_types import TOKEN_ID_MAX
 from serve_app.api.schema.sampling import parse_body
 from serve_app.api.schema.slug import SlugChatBody, SlugCompletionBody, SlugFields
-from serve_app.api.slug_request import slug_request
+from serve_app.api.slugs.request import slug_request
 from serve_app.api.validate import validate_chat, validate_completion
+from serve_app.base.errors import InvalidRequest
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.catalog.served_model import load_model
 from serve_app.config.marketplace import SlugConfig
 from serve_app.config.service import LimitsConfig, ModelConfig
-from serve_app.errors import InvalidRequest
 from serve_app.http.app import PREFIXES, build_http_app
 from serve_app.http.openapi import describe_api
 from serve_app.marketplace.slugs import Slug, Wanted
+from tests.support.files.tiny_tokenizer import save_model_folder
 from tests.support.harness import BASE, CHAT, RunningEdge, StoredCheckpoint
-from tests.support.slugs import SLUG, Sell, ask, ask_chat, local, priced, slug
-from tests.support.tiny_tokenizer import save_model_folder
+from tests.support.marketplace.slugs import SLUG, Sell, ask, ask_chat, local, priced, slug
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 
 LIMITS = LimitsConfig(messages=3, tools=2, stop_sequences=2, stop_characters=4, logit_bias_entries=2)
 DOCUMENT = json.loads(describe_api(LIMITS))

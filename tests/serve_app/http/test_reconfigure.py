@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engines.fake import FakeConfig
+from serve_app.base.errors import CheckpointUnavailable, ConfigRefused
 from serve_app.config.service import CheckpointsConfig
-from serve_app.errors import CheckpointUnavailable, ConfigRefused
 from serve_app.http.service import Service
 from serve_app.replicas.in_process import LocalReplicas
 from tests.support.harness import (

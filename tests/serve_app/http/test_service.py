@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from engines.errors import AdapterChanged, EngineError
 from engines.fake import FakeConfig
-from engines.protocol import Adapter, GenerateRequest
+from engines.interface.errors import AdapterChanged, EngineError
+from engines.interface.protocol import Adapter, GenerateRequest
+from serve_app.base.errors import ConfigRefused
 from serve_app.catalog.catalog import Catalog
 from serve_app.catalog.served_model import load_model
 from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.service import CheckpointsConfig
-from serve_app.errors import ConfigRefused
 from serve_app.http.service import Service
 from serve_app.replicas.in_process import LocalReplicas
+from tests.support.files.tiny_tokenizer import save_model_folder
 from tests.support.harness import (
     BASE,
     CHAT,
@@ -31,7 +32,6 @@ from tests.support.harness import (
     config_for,
     running_edge,
 )
-from tests.support.tiny_tokenizer import save_model_folder
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 

@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.api.record import Outcome
 from tests.support.harness import RunningEdge
-from tests.support.slugs import (
+from tests.support.marketplace.slugs import (
     SLUG,
     THEIR_KEY,
     Sell,
@@ -22,12 +22,12 @@ from tests.support.slugs import (
     remote,
     under_clock,
 )
-from tests.support.upstream import Upstream, running_upstream
-from tests.support.upstream_replies import TEXTS, Stream
+from tests.support.marketplace.upstream import Upstream, running_upstream
+from tests.support.marketplace.upstream_replies import TEXTS, Stream
 from tests.support.waiting import eventually
 from tests.support.wire import post_head
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 
 COLORS = "".join(TEXTS)
 

@@ -12,12 +12,24 @@ import pytest
 from engines.fake import FakeConfig
 from serve_app.api.record import Outcome
 from tests.support.harness import BASE, CHAT, CONTEXT, KEY, RunningEdge, config_for, running_edge
-from tests.support.slugs import SLUG, Sell, ask, ask_chat, endpoint_of, listed, local, priced, remote, slug, text_of
-from tests.support.upstream import UpstreamProcess, upstream_process
+from tests.support.marketplace.slugs import (
+    SLUG,
+    Sell,
+    ask,
+    ask_chat,
+    endpoint_of,
+    listed,
+    local,
+    priced,
+    remote,
+    slug,
+    text_of,
+)
+from tests.support.marketplace.upstream import UpstreamProcess, upstream_process
 from tests.support.waiting import eventually
 from tests.support.wire import refused
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 
 COLORS = " red, yellow and blue."
 REQUESTS = 64

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from serve_app.api.record import Outcome
-from tests.support.bad_ports import closed_port, silent_port
 from tests.support.harness import KEY, RunningEdge
-from tests.support.slugs import (
+from tests.support.marketplace.slugs import (
     SLUG,
     THEIR_KEY,
     Sell,
@@ -24,11 +23,12 @@ from tests.support.slugs import (
     text_of,
     under_clock,
 )
-from tests.support.upstream import Upstream
-from tests.support.upstream_replies import TEXTS, Behaviour, Stream, refusal, usage_of
+from tests.support.marketplace.upstream import Upstream
+from tests.support.marketplace.upstream_replies import TEXTS, Behaviour, Stream, refusal, usage_of
+from tests.support.processes.bad_ports import closed_port, silent_port
 from tests.support.wire import error
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 
 COLORS = "".join(TEXTS)
 FAIL_FIRST = [

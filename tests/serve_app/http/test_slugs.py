@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from engines.errors import EngineStopped, NonFiniteLogits, QueueFull
-from engines.protocol import GenerateRequest
+from engines.interface.errors import EngineStopped, NonFiniteLogits, QueueFull
+from engines.interface.protocol import GenerateRequest
 from serve_app.api.record import Outcome
 from tests.support.harness import BASE, CHAT, KEY, PLAIN, RunningEdge, StoredCheckpoint
-from tests.support.slugs import (
+from tests.support.marketplace.slugs import (
     SLUG,
     Sell,
     ask,
@@ -28,7 +28,7 @@ from tests.support.slugs import (
 from tests.support.waiting import eventually
 from tests.support.wire import error, post_head, refused
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 
 GONE = "tinker://no/sampler_weights/where"
 STORED = "tinker://r/sampler_weights/n"

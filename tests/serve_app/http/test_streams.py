@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from engines.errors import EngineStopped, NonFiniteLogits, QueueFull
+from engines.interface.errors import EngineStopped, NonFiniteLogits, QueueFull
 from serve_app.api.record import Outcome
 from tests.support.harness import BASE, CHAT, KEEP_ALIVE_S, KEY, RunningEdge
 from tests.support.wire import error, post_head

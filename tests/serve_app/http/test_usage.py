@@ -14,7 +14,7 @@ from serve_app.http.app import PREFIXES
 from serve_app.ledger.record import microseconds
 from tests.serve_app.http.test_openapi import check
 from tests.support.harness import CONTEXT, OTHER_KEY, RunningEdge, config_for, running_edge
-from tests.support.usage_records import INTERVAL_S, NOON, usage_record, written
+from tests.support.ledger.usage_records import INTERVAL_S, NOON, usage_record, written
 from tests.support.waiting import eventually
 from tests.support.wire import error
 

@@ -9,7 +9,7 @@ from PIL import Image, PngImagePlugin
 
 from serve_app.images.decode import ImageRefused, decode
 from serve_app.images.prepared import ImageLimits
-from tests.support.image_files import encoded, png
+from tests.support.files.image_files import encoded, png
 
 LIMITS = ImageLimits()
 RED, BLUE, WHITE = (220, 30, 30), (40, 70, 220), (255, 255, 255)

@@ -14,7 +14,7 @@ from cryptography import x509
 from serve_app.images.data_url import ImageFile
 from serve_app.images.decode import ImageRefused
 from serve_app.images.fetch import Fetcher
-from tests.support.certificates import self_signed
+from tests.support.processes.certificates import self_signed
 
 CONTENT = b"\x89PNG of no meaning"
 

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from engines.errors import RequestRefused
 from engines.fake import FakeConfig, FakeEngine
-from engines.protocol import GenerateRequest, HostTensor, SamplingParams
-from serve_app.errors import InvalidRequest
+from engines.interface.errors import RequestRefused
+from engines.interface.protocol import GenerateRequest, HostTensor, SamplingParams
+from serve_app.base.errors import InvalidRequest
 from serve_app.images.prepared import Frame, ImageLimits, ImageOrder, PreparedImage, PreparedImages, Refusal
 from serve_app.images.preparing import fill_placeholders, join_chunks
 from serve_app.images.preprocessor import Preprocessor
-from tests.support.image_files import data_url, encoded, picture
+from tests.support.files.image_files import data_url, encoded, picture
 from tests.support.readme_blocks import ROOT
 
 PLACEHOLDER, FEATURE, START, END, BREAK = 5, 6, 7, 8, 9

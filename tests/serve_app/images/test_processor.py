@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
-from engines.protocol import BFLOAT16, HostTensor
-from serve_app.errors import ConfigRefused
+from engines.interface.protocol import BFLOAT16, HostTensor
+from serve_app.base.errors import ConfigRefused
 from serve_app.images.decode import ImageRefused
 from serve_app.images.prepared import PreparedImage
 from serve_app.images.processor import ModelProcessor
+from tests.support.files.tiny_tokenizer import save_model_folder
 from tests.support.readme_blocks import ROOT
-from tests.support.tiny_tokenizer import save_model_folder
 
 QWEN = str(ROOT / "cluster" / "examples" / "tiny-vision")
 LLAVA = str(ROOT / "tests" / "support" / "models" / "tiny-llava")

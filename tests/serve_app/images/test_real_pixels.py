@@ -11,10 +11,10 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from engines.config import EngineConfig
+from engines.interface.config import EngineConfig
 from engines.torch_engine import TorchEngine
+from tests.support.files.image_files import data_url, encoded, picture
 from tests.support.harness import KEY, RunningEdge, config_for, running_edge
-from tests.support.image_files import data_url, encoded, picture
 from tests.support.readme_blocks import ROOT
 from tests.support.sample_code import environment, run_python, sample
 

@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 
-from serve_app.errors import LedgerUnavailable
+from serve_app.base.errors import LedgerUnavailable
 from serve_app.ledger import entries, schema
 from serve_app.ledger.database import Database
 from serve_app.ledger.holds import Answer, Ask, HoldDesk, release_all
 from serve_app.ledger.record import microseconds
 from serve_app.ledger.spend import Budget, Reached, Spend, Used, seconds_left
 from serve_app.ledger.sums import Range, sum_up, total
-from tests.support.running_up import ROOT
-from tests.support.usage_records import NOON, usage_record
+from tests.support.ledger.usage_records import NOON, usage_record
+from tests.support.processes.running_up import ROOT
 from tests.support.waiting import eventually
 
-pytest_plugins = ("tests.support.ledger_fixtures",)
+pytest_plugins = ("tests.support.ledger.ledger_fixtures",)
 
 LONG_S = 30.0  # that an answer may take; the machine may be busy
 
@@ -221,7 +221,7 @@ from pathlib import Path
 from serve_app.ledger.holds import Ask
 from serve_app.ledger.record import microseconds
 from serve_app.ledger.spend import Budget, Spend
-from tests.support.usage_records import open_ledger, usage_record, written
+from tests.support.ledger.usage_records import open_ledger, usage_record, written
 
 async def request(ledger, name):
     ask = Ask(name, "test", Budget(cost_per_day=10_000), Spend(100), Spend(), 600)

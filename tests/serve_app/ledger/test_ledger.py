@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from serve_app.base.errors import ConfigRefused, LedgerUnavailable
 from serve_app.config.ledger import LedgerConfig
-from serve_app.errors import ConfigRefused, LedgerUnavailable
 from serve_app.ledger import entries, schema
 from serve_app.ledger.database import Database
 from serve_app.ledger.ledger import Ledger, LedgerReport
 from serve_app.ledger.record import UsageRecord, microseconds
 from serve_app.ledger.sums import Amounts, Range, sum_up, total
-from tests.support.postgres import PASSWORD, Postgres
-from tests.support.running_up import ROOT
-from tests.support.usage_records import INTERVAL_S, NOON, open_ledger, spooled, usage_record, written
+from tests.support.ledger.postgres import PASSWORD, Postgres
+from tests.support.ledger.usage_records import INTERVAL_S, NOON, open_ledger, spooled, usage_record, written
+from tests.support.processes.running_up import ROOT
 from tests.support.waiting import eventually
 
-pytest_plugins = ("tests.support.ledger_fixtures",)
+pytest_plugins = ("tests.support.ledger.ledger_fixtures",)
 
 EVERYTHING = Range()
 
@@ -121,7 +121,7 @@ WRITES = """
 import sys
 from datetime import timedelta
 from pathlib import Path
-from tests.support.usage_records import NOON, open_ledger, usage_record, written
+from tests.support.ledger.usage_records import NOON, open_ledger, usage_record, written
 from serve_app.ledger.record import microseconds
 directory, url, key = sys.argv[1:]
 with open_ledger(Path(directory), url=url) as ledger:
@@ -153,7 +153,7 @@ def test_the_sums_of_several_processes_are_right(tmp_path: Path, database_url: s
 KILLED = """
 import os, sys
 from pathlib import Path
-from tests.support.usage_records import open_ledger, usage_record
+from tests.support.ledger.usage_records import open_ledger, usage_record
 with open_ledger(Path(sys.argv[1]), write_interval_s=3600) as ledger:
     for number in range(50):
         ledger.append(usage_record(id=f"killed-{number}"))

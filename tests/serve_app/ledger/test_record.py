@@ -12,7 +12,7 @@ from serve_app.api.usage import usage_of
 from serve_app.config.price import Price, Tokens
 from serve_app.ledger.money import PICO, spelled, to_pico, to_usd
 from serve_app.ledger.record import BrokenLine, UsageRecord, parse_line
-from tests.support.usage_records import NOON, usage_record
+from tests.support.ledger.usage_records import NOON, usage_record
 
 COUNTS = st.integers(0, 10**9)
 PRICES = st.decimals(0, 1_000_000, places=6)

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from engines.errors import EngineStopped, QueueFull
 from engines.fake import FakeConfig
+from engines.interface.errors import EngineStopped, QueueFull
 from serve_app.ledger import schema
 from serve_app.ledger.ledger import Ledger
 from serve_app.ledger.record import parse_line
 from serve_app.ledger.sums import Range, sum_up, total
 from tests.support.harness import BASE, CHAT, CONTEXT, RunningEdge, StoredCheckpoint, config_for, running_edge
-from tests.support.ledger_service import service_process
-from tests.support.usage_records import INTERVAL_S, open_ledger, spooled, written
+from tests.support.ledger.ledger_service import service_process
+from tests.support.ledger.usage_records import INTERVAL_S, open_ledger, spooled, written
 from tests.support.waiting import eventually
 from tests.support.wire import post_head
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.ledger_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.ledger.ledger_fixtures")
 
 PRICE = {"prompt": 0.1, "cached": "0.02", "completion": 0.4}
 PER_PROMPT, PER_CACHED, PER_COMPLETION = 100_000, 20_000, 400_000  # 10^-12 USD

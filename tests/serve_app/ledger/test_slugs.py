@@ -12,12 +12,12 @@ from sqlalchemy import select
 from engines.fake import FakeConfig
 from serve_app.ledger import schema
 from tests.support.harness import BASE, CONTEXT, RunningEdge, config_for, running_edge
-from tests.support.slugs import SLUG, ask, ask_chat, endpoint_of, local, remote, slug
-from tests.support.upstream import Upstream
-from tests.support.usage_records import INTERVAL_S, written
+from tests.support.ledger.usage_records import INTERVAL_S, written
+from tests.support.marketplace.slugs import SLUG, ask, ask_chat, endpoint_of, local, remote, slug
+from tests.support.marketplace.upstream import Upstream
 from tests.support.waiting import eventually
 
-pytest_plugins = ("tests.support.edge_fixtures", "tests.support.slug_fixtures")
+pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 
 CHEAP, DEAR = {"prompt": 1, "completion": 2}, {"prompt": 3, "completion": 5}
 

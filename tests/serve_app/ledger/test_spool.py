@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve_app.errors import ConfigRefused
+from serve_app.base.errors import ConfigRefused
 from serve_app.ledger.spool import Folder, Spool, abandoned
-from tests.support.running_up import ROOT
+from tests.support.processes.running_up import ROOT
 
 LINES = st.lists(st.one_of(st.binary(min_size=1, max_size=30).map(lambda b: b.replace(b"\n", b"") + b"\n"), st.none()))
 

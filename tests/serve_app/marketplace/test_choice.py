@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.errors import NoEndpoint
 from serve_app.config.marketplace import EndpointConfig, SlugConfig
-from serve_app.errors import NoEndpoint
 from serve_app.marketplace.choice import PriceOptions, order
 from serve_app.marketplace.health import Health
 from serve_app.marketplace.recent import Recent

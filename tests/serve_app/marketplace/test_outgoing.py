@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.base.json_structure import members
 from serve_app.config.marketplace import UpstreamConfig
-from serve_app.json_structure import members
 from serve_app.marketplace.outgoing import outgoing
-from tests.support.json_texts import OBJECTS, VALUES, spelled
+from tests.support.files.json_texts import OBJECTS, VALUES, spelled
 
 OWN = {"model", "price", "prompt_cache_key", "stream_options"}
 

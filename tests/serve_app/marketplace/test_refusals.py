@@ -5,7 +5,7 @@ from email.utils import formatdate
 
 import pytest
 
-from serve_app.errors import UpstreamFailed, UpstreamRefused, to_http
+from serve_app.base.errors import UpstreamFailed, UpstreamRefused, to_http
 from serve_app.marketplace.refusals import error_of, error_status, judged
 from serve_app.marketplace.secret import Secret
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.errors import UpstreamLost
-from serve_app.json_structure import members
+from serve_app.base.errors import UpstreamLost
+from serve_app.base.json_structure import members
 from serve_app.marketplace.events import Event, Events
 from serve_app.marketplace.relay import Relay, Used
 from serve_app.marketplace.secret import Secret
-from tests.support.json_texts import OBJECTS, VALUES, spelled
+from tests.support.files.json_texts import OBJECTS, VALUES, spelled
 
 SECRET = 'sk-1/"2\\3'
 USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.errors import ModelNotFound
 from serve_app.config.marketplace import MarketplaceConfig
-from serve_app.errors import ModelNotFound
 from serve_app.marketplace.health import HealthState
 from serve_app.marketplace.slugs import Endpoint, Marketplace, Wanted
 

@@ -12,14 +12,14 @@ import httpx
 import openai
 import pytest
 
-from tests.support.bad_ports import closed_port, silent_port
-from tests.support.certificates import self_signed
-from tests.support.upstream import Upstream, running_upstream, upstream_process
-from tests.support.upstream_behaviours import BEHAVIOURS
-from tests.support.upstream_replies import TEXTS, Act, Asked, Reset, Stream, Wait
+from tests.support.marketplace.upstream import Upstream, running_upstream, upstream_process
+from tests.support.marketplace.upstream_behaviours import BEHAVIOURS
+from tests.support.marketplace.upstream_replies import TEXTS, Act, Asked, Reset, Stream, Wait
+from tests.support.processes.bad_ports import closed_port, silent_port
+from tests.support.processes.certificates import self_signed
 from tests.support.waiting import eventually
 
-pytest_plugins = ("tests.support.upstream_fixtures",)
+pytest_plugins = ("tests.support.marketplace.upstream_fixtures",)
 
 ASKED = {"model": "theirs", "prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.errors import UpstreamFailed, UpstreamLost, UpstreamRefused
 from serve_app.config.marketplace import UpstreamConfig
-from serve_app.errors import UpstreamFailed, UpstreamLost, UpstreamRefused
 from serve_app.marketplace.outgoing import outgoing
 from serve_app.marketplace.relay import Relay, Used
 from serve_app.marketplace.upstream import Upstream
-from tests.support.bad_ports import closed_port, silent_port
-from tests.support.certificates import self_signed
-from tests.support.upstream import Received, running_upstream
-from tests.support.upstream import Upstream as Server
-from tests.support.upstream_behaviours import LARGE
-from tests.support.upstream_replies import TEXTS, Act, Close, Forever, Reset, Stream, head, says
+from tests.support.marketplace.upstream import Received, running_upstream
+from tests.support.marketplace.upstream import Upstream as Server
+from tests.support.marketplace.upstream_behaviours import LARGE
+from tests.support.marketplace.upstream_replies import TEXTS, Act, Close, Forever, Reset, Stream, head, says
+from tests.support.processes.bad_ports import closed_port, silent_port
+from tests.support.processes.certificates import self_signed
 from tests.support.waiting import eventually
 
-pytest_plugins = ("tests.support.upstream_fixtures",)
+pytest_plugins = ("tests.support.marketplace.upstream_fixtures",)
 
 KEY = "sk-of-the-upstream"
 BODY = json.dumps({"model": "acme/tri", "prompt": "x", "stream": True, "price": {}, "extra": {"a": 1}}).encode()

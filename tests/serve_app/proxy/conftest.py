@@ -7,7 +7,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from serve_app.proxy.http10 import end_http10_bodies_by_closing
-from tests.support.haproxy import Proxy, running_app, running_proxy
+from tests.support.processes.haproxy import Proxy, running_app, running_proxy
 
 PIECES = [b"data: %d\n\n" % number for number in range(3)]
 

@@ -18,7 +18,7 @@ import pytest
 from serve_app.config.deploy import free_port
 from serve_app.proxy.error_pages import HEADER_TIMEOUT_S
 from tests.serve_app.proxy.conftest import PIECES
-from tests.support.haproxy import Proxy, running_proxy
+from tests.support.processes.haproxy import Proxy, running_proxy
 from tests.support.waiting import eventually
 
 REQUEST = b"GET /v1 HTTP/1.1\r\nhost: test\r\n\r\n"

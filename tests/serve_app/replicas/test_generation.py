@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import pytest
 
-from engines.errors import EngineStopped, QueueFull
 from engines.fake import FakeConfig, FakeEngine
-from engines.protocol import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from engines.interface.errors import EngineStopped, QueueFull
+from engines.interface.protocol import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from serve_app.api.answer import affinity_of
-from serve_app.errors import ClientTooSlow, FirstTokenTimeout, NoReplica, ReplicaLost
+from serve_app.base.errors import ClientTooSlow, FirstTokenTimeout, NoReplica, ReplicaLost
+from serve_app.base.workers import Workers
 from serve_app.replicas.generation import open_generation
 from serve_app.replicas.in_process import LocalReplicas
 from serve_app.replicas.unread import MAX_WEIGHT
-from serve_app.workers import Workers
 
 T = TypeVar("T")
 

@@ -12,14 +12,14 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 
-from engines.errors import QueueFull, RequestRefused
-from engines.protocol import GenerateRequest, SamplingParams
-from serve_app.errors import NoReplica, ReplicaLost, to_http
+from engines.interface.errors import QueueFull, RequestRefused
+from engines.interface.protocol import GenerateRequest, SamplingParams
+from serve_app.base.errors import NoReplica, ReplicaLost, to_http
 from serve_app.replicas.channel.listener import Listener
 from serve_app.replicas.over_ray import RayReplicas, translated
 from serve_app.replicas.readiness import ReadinessWatch
 from serve_app.replicas.reports import ReplicaReports
-from tests.support.report_clock import Clock, said
+from tests.support.replicas.report_clock import Clock, said
 
 
 def as_task_error(cause: Exception) -> Exception:

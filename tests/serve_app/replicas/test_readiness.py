@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.replicas.readiness import AppStatus, ReadinessWatch
 from serve_app.replicas.reports import ReplicaReports, Report
-from tests.support.report_clock import Clock, said
+from tests.support.replicas.report_clock import Clock, said
 
 HEALTHY = AppStatus("RUNNING", "HEALTHY", running=1)
 ASLEEP = AppStatus("RUNNING", "HEALTHY", running=0)

@@ -11,7 +11,7 @@ from ray import cloudpickle
 from serve_app.replicas import router
 from serve_app.replicas.reports import ReplicaReports, ReplicaState, Report
 from serve_app.replicas.status import Load, Status, adapter_key, pack_adapters, unpack_adapters
-from tests.support.report_clock import Clock, said
+from tests.support.replicas.report_clock import Clock, said
 
 
 def made() -> tuple[Clock, ReplicaReports]:

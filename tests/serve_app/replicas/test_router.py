@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from serve_app.replicas.reports import ReplicaState
 from serve_app.replicas.router import Candidate, Patience, Wish, candidate_of, choose
 from serve_app.replicas.status import Load, adapter_key
-from tests.support.routing_simulation import Settings, Simulation
+from tests.support.replicas.routing_simulation import Settings, Simulation
 
 PATIENCE = Patience(factor=1.5, least=4)
 IDLE = [Candidate(f"replica-{n}", load=0, capacity=100) for n in range(4)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from serve_app.errors import ReplicaLost
+from serve_app.base.errors import ReplicaLost
 from serve_app.replicas.channel.link import Links
 from serve_app.replicas.channel.listener import Listener
 from serve_app.replicas.status import STATUS_BEAT_S, STATUS_GAP_S, STATUS_LOOK_S, Load, Status

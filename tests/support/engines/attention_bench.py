@@ -11,7 +11,7 @@ from engines.planning.scheduler import Chunk
 from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.tensors.batch import build_batch
 from engines.tensors.kv_cache import KVCache, LayerShape
-from tests.support.engine_harness import DEVICE, request
+from tests.support.engines.engine_harness import DEVICE, request
 
 MakeBackend = Callable[[KVCache], AttentionBackend]
 BLOCK = 16

@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engines.compute.assembly import assemble_model
-from engines.config import EngineConfig
-from engines.errors import EngineError
-from engines.lora.format.digest import WEIGHTS_FILE
-from engines.protocol import (
+from engines.interface.config import EngineConfig
+from engines.interface.errors import EngineError
+from engines.interface.protocol import (
     Adapter,
     EngineStats,
     FinishReason,
@@ -31,10 +30,11 @@ from engines.protocol import (
     SamplingParams,
     TokenLogprob,
 )
+from engines.lora.format.digest import WEIGHTS_FILE
 from engines.torch_engine import Assemble, TorchEngine
 from serve_app.cli.processes import command_line, descendants
-from tests.support import tiny_models
-from tests.support.lora_files import adapter_at, random_model, save_with_peft
+from tests.support.engines import tiny_models
+from tests.support.files.lora_files import adapter_at, random_model, save_with_peft
 
 T = TypeVar("T")
 _FOLDER = tempfile.TemporaryDirectory(prefix="engine-tests-")

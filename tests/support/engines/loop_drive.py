@@ -6,15 +6,15 @@ from random import Random
 
 import torch
 
-from engines.errors import EngineStopped
+from engines.interface.errors import EngineStopped
+from engines.interface.protocol import GenerateRequest, TokenDelta
 from engines.loop import EngineLoop, Event
 from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler
 from engines.planning.sequence import NO_SINK, TokenSequence
-from engines.protocol import GenerateRequest, TokenDelta
 from engines.sampling.sampler import Draws, Sampler
 from engines.tensors.batch import Carried, StepBatch, build_batch, wanted_rows
-from tests.support.no_adapters import NoAdapters
+from tests.support.engines.no_adapters import NoAdapters
 
 VOCAB = 50
 RAISES, NAN, MISSHAPEN, BREAKS = 41, 42, 43, 44

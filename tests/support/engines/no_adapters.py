@@ -1,7 +1,7 @@
 """For engine loops that are driven without adapters."""
 
-from engines.errors import AdapterError
-from engines.protocol import Adapter
+from engines.interface.errors import AdapterError
+from engines.interface.protocol import Adapter
 
 
 class NoAdapters:

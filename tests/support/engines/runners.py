@@ -3,7 +3,7 @@
 from engines.compute.candidates import candidate_paths
 from engines.compute.paged_model import PagedModel
 from engines.compute.runner import ModelRunner
-from engines.config import EngineConfig
+from engines.interface.config import EngineConfig
 from engines.model.loader import LoadedModel
 
 

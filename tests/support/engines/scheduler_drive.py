@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from engines.interface.protocol import Adapter
 from engines.planning.block_pool import BlockPool
 from engines.planning.scheduler import Chunk, Scheduler, StepPlan
 from engines.planning.sequence import NO_SINK, NO_SLOT, TokenSequence
-from engines.protocol import Adapter
-from tests.support.engine_harness import request
+from tests.support.engines.engine_harness import request
 
 BLOCK = 16
 Cell = tuple[str, int]  # adapter, hash of all tokens up to here

@@ -20,9 +20,9 @@ from transformers import (
     SmolVLMConfig,
 )
 
-from engines.protocol import GenerateRequest, HostTensor, PromptImage, SamplingParams
-from tests.support.engine_harness import prompt_of
-from tests.support.tiny_models import DELTA_NET, SIZES, save_random
+from engines.interface.protocol import GenerateRequest, HostTensor, PromptImage, SamplingParams
+from tests.support.engines.engine_harness import prompt_of
+from tests.support.engines.tiny_models import DELTA_NET, SIZES, save_random
 
 IMAGE = 7
 START, END = 8, 9

@@ -1,6 +1,6 @@
 """Compile the kernels for GPUs that are not here, as they would be launched for models of real sizes.
 
-    python tests/support/triton_compile.py 80 90
+    python tests/support/engines/triton_compile.py 80 90
 
 prints a line of JSON for each kernel: what the assembler says of its registers and its memory. The launches are those
 of the product; only Triton's driver is replaced, by one that knows what it would compile for and launches nothing.

@@ -12,12 +12,12 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
-from engines.config import EngineConfig
-from engines.protocol import Adapter, GenerateRequest
-from tests.support import tiny_vision
-from tests.support.engine_harness import DrivenEngine, Result
-from tests.support.lora_files import adapter_at, save_with_peft
-from tests.support.tiny_vision import IMAGE, asking, image_for
+from engines.interface.config import EngineConfig
+from engines.interface.protocol import Adapter, GenerateRequest
+from tests.support.engines import tiny_vision
+from tests.support.engines.engine_harness import DrivenEngine, Result
+from tests.support.engines.tiny_vision import IMAGE, asking, image_for
+from tests.support.files.lora_files import adapter_at, save_with_peft
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="vision-tests-")
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from serve_app.base.errors import CheckpointError
+from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints import Checkpoint, CheckpointStore
-from serve_app.errors import CheckpointError
-from serve_app.model_id import CheckpointPath
 
 PATH = CheckpointPath("run-1:train:0", "000080")
 BASE = "Qwen/Qwen3-8B"

@@ -9,11 +9,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engines.interface.protocol import Adapter
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from engines.lora.format.targets import LoraTargets
 from engines.lora.format.weights import AdapterWeights, read_adapter
-from engines.protocol import Adapter
-from tests.support.tiny_models import CONFIGS
+from tests.support.engines.tiny_models import CONFIGS
 
 MAX_RANK = 64
 MAX_BYTES = 1 << 30

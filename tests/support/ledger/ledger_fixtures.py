@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.postgres import Postgres, postgres_fixture
+from tests.support.ledger.postgres import Postgres, postgres_fixture
 
 
 @pytest.fixture(scope="session")

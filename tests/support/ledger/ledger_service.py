@@ -1,4 +1,4 @@
-"""A service without Ray in a process of its own, which a test may kill: `python -m tests.support.ledger_service`.
+"""A service without Ray in a process of its own, which a test may kill (`python -m` starts it).
 
 It reads its configuration as one line of JSON, prints its port, and ends with its standard input.
 """
@@ -15,7 +15,7 @@ import httpx
 
 from engines.fake import FakeConfig
 from tests.support.harness import BASE, CONTEXT, KEY, running_edge
-from tests.support.running_up import ROOT
+from tests.support.processes.running_up import ROOT
 
 
 @dataclass
@@ -36,7 +36,7 @@ class ServiceProcess:
 
 @contextmanager
 def service_process(config: dict[str, Any]) -> Iterator[ServiceProcess]:
-    command = [sys.executable, "-m", "tests.support.ledger_service"]
+    command = [sys.executable, "-m", "tests.support.ledger.ledger_service"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdin is not None
     assert process.stdout is not None

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.harness import RunningEdge
-from tests.support.slugs import THEIR_KEY, Sell, slug
-from tests.support.upstream import Upstream, running_upstream
+from tests.support.marketplace.slugs import THEIR_KEY, Sell, slug
+from tests.support.marketplace.upstream import Upstream, running_upstream
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@
     with upstream_process("paced") as process:      # a process of its own, which can be killed
         ...
 
-    python -m tests.support.upstream --port 9000 --behaviour paced
+    python -m tests.support.marketplace.upstream --port 9000 --behaviour paced
 
 Its URL takes a behaviour for one request: `http://127.0.0.1:9000/as/html-502/v1`. `upstream_behaviours.py` has the
 names, `upstream_replies.py` makes other behaviours.
@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.upstream_behaviours import BEHAVIOURS
-from tests.support.upstream_replies import (
+from tests.support.marketplace.upstream_behaviours import BEHAVIOURS
+from tests.support.marketplace.upstream_replies import (
     Act,
     Asked,
     Behaviour,
@@ -50,7 +50,7 @@ from tests.support.upstream_replies import (
 )
 from tests.support.waiting import eventually
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HEAD_END = b"\r\n\r\n"
 # The kernel takes little, so that a client that does not read is soon felt here.
 SEND_BUFFER_BYTES = 1 << 16
@@ -369,7 +369,15 @@ class UpstreamProcess:
 
 @contextlib.contextmanager
 def upstream_process(behaviour: str = "normal", port: int = 0) -> Iterator[UpstreamProcess]:
-    command = [sys.executable, "-m", "tests.support.upstream", "--port", str(port), "--behaviour", behaviour]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.marketplace.upstream",
+        "--port",
+        str(port),
+        "--behaviour",
+        behaviour,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     try:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 
-from tests.support.upstream_replies import (
+from tests.support.marketplace.upstream_replies import (
     TEXTS,
     Act,
     Asked,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.upstream import Upstream, running_upstream
+from tests.support.marketplace.upstream import Upstream, running_upstream
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "cluster"), str(ROOT / "cluster" / "examples")]
 
 import lessons  # noqa: E402

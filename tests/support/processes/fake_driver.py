@@ -1,6 +1,6 @@
 """Stands in for `serve_app.cli.driver` where `up` itself is tested: processes, a port and files as Ray's, without Ray.
 
-    python -m tests.support.fake_driver NAME ... PORT
+    python -m tests.support.processes.fake_driver NAME ... PORT
 
 `ray-fails-N`: its first N starts fail as Ray's do on a busy machine; `ignores-sigint`: it does not end when asked to.
 """

@@ -13,7 +13,7 @@ import yaml
 
 from serve_app.cli.processes import command_line
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 KEY = "roundhouse-demo"
 MARK = "ROUNDHOUSE_TEST_MARK"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.config.deploy import free_port
-from tests.support.running_up import MARK
+from tests.support.processes.running_up import MARK
 from tests.support.waiting import eventually
 
 # ssh's ProxyCommand: Ray has no option for the port.

@@ -16,9 +16,9 @@ from transformers import (
 )
 from transformers.models.qwen3_5 import Qwen3_5ForConditionalGeneration
 
-from engines.errors import AdapterRefused
+from engines.interface.errors import AdapterRefused
 from engines.lora.format.targets import LoraTargets
-from tests.support.lora_files import deltas, load_with_peft, read, targets_of, write_adapter
+from tests.support.files.lora_files import deltas, load_with_peft, read, targets_of, write_adapter
 
 R, EXPERTS, HIDDEN, INNER = 4, 4, 64, 48  # as in tiny_models
 LAYER = "base_model.model.model.layers.0"

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from engines.errors import AdapterChanged, AdapterError, AdapterRefused, AdapterUnavailable
+from engines.interface.errors import AdapterChanged, AdapterError, AdapterRefused, AdapterUnavailable
+from engines.interface.protocol import Adapter
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from engines.lora.format.targets import LoraTargets
 from engines.lora.format.tensor_file import MAX_HEADER_BYTES, TensorFileError, parse_header
 from engines.lora.format.weights import read_adapter
-from engines.protocol import Adapter
-from tests.support.lora_files import adapter_at, read, targets_of, write_adapter
+from tests.support.files.lora_files import adapter_at, read, targets_of, write_adapter
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from engines.errors import AdapterRefused
+from engines.interface.errors import AdapterRefused
+from engines.interface.protocol import Adapter
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
 from engines.lora.format.targets import LoraTargets
 from engines.lora.format.weights import read_adapter
-from engines.protocol import Adapter
-from tests.support.lora_files import random_model, read, save_with_peft, targets_of, write_adapter
+from tests.support.files.lora_files import random_model, read, save_with_peft, targets_of, write_adapter
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 LIMITS = {"max_rank": 64, "max_bytes": 1 << 20}

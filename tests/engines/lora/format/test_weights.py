@@ -11,7 +11,7 @@ from peft.tuners.lora.layer import Embedding, LoraLayer, ParamWrapper
 from transformers import PreTrainedModel
 
 from engines.lora.format.targets import LoraTargets, TargetKind
-from tests.support.lora_files import deltas, load_with_peft, random_model, read, save_with_peft, targets_of
+from tests.support.files.lora_files import deltas, load_with_peft, random_model, read, save_with_peft, targets_of
 
 CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "q and v only": ("llama", {"target_modules": ["q_proj", "v_proj"], "r": 4}),

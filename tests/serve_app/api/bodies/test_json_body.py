@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from serve_app.api.ignored_fields import IgnoredFields, ignored_fields
-from serve_app.api.json_body import parse_object
+from serve_app.api.bodies.ignored_fields import IgnoredFields, ignored_fields
+from serve_app.api.bodies.json_body import parse_object
 from serve_app.api.schema.chat import ChatBody
-from serve_app.errors import InvalidRequest
-from serve_app.json_structure import Structure
+from serve_app.base.errors import InvalidRequest
+from serve_app.base.json_structure import Structure
 
 NAMES = ChatBody.names()
 LARGE = 1 << 17

@@ -7,12 +7,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.protocol import FinishReason, TokenDelta, TokenLogprob
+from engines.interface.protocol import FinishReason, TokenDelta, TokenLogprob
 from renderers import registry
 from renderers.messages import Conversation, Message, Role, TextPart
 from renderers.replies.detokenize import token_table
-from serve_app.api.reply import Reply, TextReader, UnformattedParser, WholeReply
-from tests.support.tiny_tokenizer import make_tokenizer
+from serve_app.api.replies.reply import Reply, TextReader, UnformattedParser, WholeReply
+from tests.support.files.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 TABLE = token_table(TOKENIZER)

@@ -2,8 +2,8 @@
 
 import tracemalloc
 
-from engines.protocol import TokenLogprob
-from serve_app.api.scores import Scored, Scores
+from engines.interface.protocol import TokenLogprob
+from serve_app.api.replies.scores import Scored, Scores
 
 
 def test_what_was_put_in_comes_out() -> None:

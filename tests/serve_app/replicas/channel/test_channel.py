@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.errors import EngineStopped, RequestRefused
 from engines.fake import FakeConfig, FakeEngine
-from engines.protocol import (
+from engines.interface.errors import EngineStopped, RequestRefused
+from engines.interface.protocol import (
     FinishReason,
     GenerateRequest,
     Output,
@@ -19,7 +19,7 @@ from engines.protocol import (
     TokenDelta,
     TokenLogprob,
 )
-from serve_app.errors import ClientTooSlow, ReplicaLost
+from serve_app.base.errors import ClientTooSlow, ReplicaLost
 from serve_app.replicas.channel.frames import encode_event, encode_frame, encode_hello
 from serve_app.replicas.channel.link import LINK_LIMITS, LinkLimits, Links, run_request
 from serve_app.replicas.channel.listener import LAST_FRAME_TIMEOUT_S, MAX_STRANGERS, Endpoint, Listener, Stream

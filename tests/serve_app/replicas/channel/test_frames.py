@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import errors
-from engines.protocol import FinishReason, TokenDelta, TokenLogprob
+from engines.interface import errors
+from engines.interface.protocol import FinishReason, TokenDelta, TokenLogprob
 from serve_app.replicas.channel import frames
 from serve_app.replicas.status import Load, Status
 from serve_app.replicas.unread import merge
