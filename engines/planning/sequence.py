@@ -1,12 +1,12 @@
 """One generation while the engine works on it."""
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engines.interface.protocol import GenerateRequest, Output, OutputSink, TokenLogprob
 from engines.planning.block_pool import prefix_hash, salt_hash
+from engines.planning.token_counts import TokenCounts
 
 NO_SLOT = -1
 """The adapter slot of a sequence that runs on the bare base model."""
@@ -40,8 +40,8 @@ class TokenSequence:
     num_charged: int = 0
     cached_len: int | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    _output_counts: dict[int, int] | None = None
-    _seen_tokens: dict[int, None] | None = None
+    _output_counts: TokenCounts | None = None
+    _seen_tokens: TokenCounts | None = None
     delivered: bool = False
     bypassed: int = 0
     states: dict[int, dict[int, Any]] = field(default_factory=dict)
@@ -92,20 +92,20 @@ class TokenSequence:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         if self._output_counts is not None:
-            self._output_counts[token_id] = self._output_counts.get(token_id, 0) + 1
+            self._output_counts.add(token_id)
         if self._seen_tokens is not None:
-            self._seen_tokens[token_id] = None
+            self._seen_tokens.add(token_id)
 
-    def counted_outputs(self) -> Mapping[int, int]:
+    def counted_outputs(self) -> TokenCounts:
         """How often each token was sampled. Counted in full once, then updated."""
         if self._output_counts is None:
-            self._output_counts = dict(Counter(self.token_ids[self.num_prompt :]))
+            self._output_counts = TokenCounts(self.token_ids[self.num_prompt :])
         return self._output_counts
 
-    def seen_tokens(self) -> Collection[int]:
+    def seen_tokens(self) -> TokenCounts:
         """The distinct tokens of prompt and output. Collected once, then updated."""
         if self._seen_tokens is None:
-            self._seen_tokens = dict.fromkeys(self.token_ids)
+            self._seen_tokens = TokenCounts(self.token_ids)
         return self._seen_tokens
 
 

@@ -6,20 +6,24 @@ restart.
 
 Truncation is top-k, then top-p on the rest, then min-p, in the order of transformers' warpers. It looks at the most
 likely candidates only, and widens the search for the rows that need it. So no row pays for a sort of the whole
-vocabulary.
+vocabulary. Its sums are exact (`order.UNIT`), so a draw does not depend on how far the search went.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from engines.interface.protocol import SamplingParams, TokenLogprob
 from engines.planning.sequence import TokenSequence
-from engines.tensors.transfer import Arriving, rows_of, to_device, with_rows
+from engines.sampling.order import UNIT, Order
+from engines.tensors.transfer import Arriving, moved, rows_of, to_device, with_rows
 
 CANDIDATES = 128
 """How many of the most likely tokens truncation looks at first, on a CPU."""
@@ -29,6 +33,9 @@ CANDIDATES_ON_DEVICE = 1024
 
 _WIDER = 8
 """How many times as many it looks at next."""
+
+_WIDEST = 1024
+"""Beyond this, a CPU takes `Order` of the whole row: it costs 2 times as much as 1,024 candidates, whatever is kept."""
 
 _BLOCK = 128
 """Tokens whose weights are summed up at a time; the vocabularies of most models are multiples of it."""
@@ -94,8 +101,8 @@ class Draws:
         finite, chosen, num_kept, is_open = self._found.get()[0].tolist()
         unsure = [row for row, is_unsure in enumerate(is_open) if is_unsure and finite[row]]
         drawn = [chosen[row] for row in unsure]
-        for row in unsure:
-            chosen[row], num_kept[row] = self._widened(row)
+        for row, (token_id, count) in self._widened(unsure).items():
+            chosen[row], num_kept[row] = token_id, count
         self.revised = frozenset(row for row, before in zip(unsure, drawn, strict=True) if chosen[row] != before)
         for sequence, count in zip(self._sequences, num_kept, strict=True):
             sequence.num_kept = count
@@ -114,7 +121,7 @@ class Draws:
             by_width.setdefault(self._width(row), []).append(row)
         drawn: tuple[torch.Tensor, ...] = greedy, torch.zeros_like(greedy), torch.zeros_like(greedy)
         for width, rows in by_width.items():
-            found = self._draw_among(width, rows) if width else self._draw_whole(rows)
+            found = self._draw_truncated(width, rows) if width else self._draw_whole(rows)
             drawn = tuple(with_rows(all_, rows, own) for all_, own in zip(drawn, found, strict=True))
         return drawn
 
@@ -123,10 +130,12 @@ class Draws:
         p = self._params[row]
         if p.top_k == 0 and p.top_p >= 1 and p.min_p <= 0:
             return 0
-        width = self._candidates
-        while width <= self._sequences[row].num_kept:
+        vocab, width = self._logits.shape[-1], self._candidates
+        # The mass that top-p is a share of is only known once all that top-k keeps are looked at.
+        least = p.top_k if p.top_p < 1 and p.top_k < vocab else 0
+        while width < max(least, self._sequences[row].num_kept + 1):
             width *= _WIDER
-        return min(width, self._logits.shape[-1])
+        return min(width, vocab)
 
     def _numbers(self, rows: list[int]) -> list[float]:
         return [uniform(self._params[row].seed, self._sequences[row].num_output) for row in rows]
@@ -139,18 +148,29 @@ class Draws:
         token_ids = _invert(self._weights_of(rows), numbers)
         return token_ids, torch.zeros_like(token_ids), torch.zeros_like(token_ids)
 
-    def _draw_among(self, width: int, rows: list[int]) -> tuple[torch.Tensor, ...]:
-        params = [self._params[row] for row in rows]
-        return _draw_truncated(self._weights_of(rows), params, self._numbers(rows), width)
+    def _draw_truncated(self, width: int, rows: list[int]) -> tuple[torch.Tensor, ...]:
+        params, weights, numbers = [self._params[row] for row in rows], self._weights_of(rows), self._numbers(rows)
+        if width > _WIDEST and weights.device.type == "cpu":
+            return _draw_in_order(weights, params, numbers)
+        return _draw_among(weights, params, numbers, width)
 
-    def _widened(self, row: int) -> tuple[int, int]:
-        """The token of a row whose truncation keeps more than were looked at, and how many it keeps."""
-        width = self._width(row)
-        while True:
-            width = min(width * _WIDER, self._logits.shape[-1])
-            token_id, num_kept, is_open = torch.cat(self._draw_among(width, [row])).tolist()
-            if not is_open:
-                return token_id, num_kept
+    def _widened(self, rows: list[int]) -> dict[int, tuple[int, int]]:
+        """The tokens of rows whose truncation keeps more than were looked at, and how many each keeps."""
+        found: dict[int, tuple[int, int]] = {}
+        widths = {row: self._width(row) for row in rows}
+        while widths:
+            by_width: dict[int, list[int]] = {}
+            for row, width in widths.items():
+                by_width.setdefault(min(width * _WIDER, self._logits.shape[-1]), []).append(row)
+            widths = {}
+            for width, together in by_width.items():
+                drawn = torch.stack(self._draw_truncated(width, together)).tolist()
+                for row, token_id, num_kept, is_open in zip(together, *drawn, strict=True):
+                    if is_open:
+                        widths[row] = width
+                    else:
+                        found[row] = token_id, num_kept
+        return found
 
     def _score(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The same as the function `_score`, for the rows that want it, under the temperature-scaled distribution
@@ -201,12 +221,13 @@ def _penalise(
     for row, (p, sequence) in enumerate(zip(params, sequences, strict=True)):
         if p.repetition_penalty != 1.0:
             seen = sequence.seen_tokens()
-            repeated.add(row, seen, [p.repetition_penalty] * len(seen))
+            repeated.add(row, seen.token_ids, seen.counts, p.repetition_penalty, 0.0)
         if p.presence_penalty or p.frequency_penalty:
-            counts = sequence.counted_outputs()
-            counted.add(row, counts, [-p.presence_penalty - p.frequency_penalty * n for n in counts.values()])
+            outputs = sequence.counted_outputs()
+            counted.add(row, outputs.token_ids, outputs.counts, -p.presence_penalty, -p.frequency_penalty)
         if p.logit_bias:
-            biased.add(row, [token_id for token_id, _ in p.logit_bias], [bias for _, bias in p.logit_bias])
+            token_ids, biases = zip(*p.logit_bias, strict=True)
+            biased.add(row, array("q", token_ids), array("d", biases), 0.0, 1.0)
     if not (repeated.rows or counted.rows or biased.rows):
         return logits
     logits = logits.clone()
@@ -217,29 +238,67 @@ def _penalise(
     for entries in (counted, biased):
         if entries.rows:
             where, values = entries.tensors(logits)
-            logits.index_put_(where, values, accumulate=True)
+            logits[where] = logits[where] + values
     return logits
 
 
 @dataclass(slots=True)
 class _Entries:
-    """Places in the logits, and a value for each."""
+    """Places in the logits, each once, and a value for each: `base + slope * count`. Kept in buffers, since a long
+    conversation has thousands in every row.
+    """
 
     rows: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    lens: list[int] = field(default_factory=list)
+    lines: list[tuple[float, float]] = field(default_factory=list)
+    token_ids: bytearray = field(default_factory=bytearray)
+    counts: bytearray = field(default_factory=bytearray)
 
-    def add(self, row: int, token_ids: Collection[int], values: Sequence[float]) -> None:
-        self.rows += [row] * len(token_ids)
-        self.token_ids += token_ids
-        self.values += values
+    def add(self, row: int, token_ids: "array[int]", counts: "array[float]", base: float, slope: float) -> None:
+        if token_ids:
+            self.rows.append(row)
+            self.lens.append(len(token_ids))
+            self.lines.append((base, slope))
+            self.token_ids += memoryview(token_ids).cast("B")
+            self.counts += memoryview(counts).cast("B")
 
     def tensors(self, logits: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        rows, token_ids = to_device([self.rows, self.token_ids], logits.device)
-        return (rows, token_ids), to_device(self.values, logits.device, logits.dtype)
+        lens = torch.tensor(self.lens)
+        rows = torch.tensor(self.rows).repeat_interleave(lens)
+        base, slope = torch.tensor(self.lines, dtype=torch.float64).repeat_interleave(lens, dim=0).unbind(-1)
+        token_ids = torch.frombuffer(self.token_ids, dtype=torch.int64)
+        values = (base + slope * torch.frombuffer(self.counts, dtype=torch.float64)).to(logits.dtype)
+        rows, token_ids, values = (moved(tensor, logits.device) for tensor in (rows, token_ids, values))
+        return (rows, token_ids), values
 
 
-def _draw_truncated(
+def _draw_in_order(
+    weights: torch.Tensor, params: list[SamplingParams], numbers: list[float]
+) -> tuple[torch.Tensor, ...]:
+    """The same as `_draw_among` at the width of the vocabulary, on a CPU."""
+    rows = zip(weights.numpy(), params, numbers, strict=True)
+    token_ids, num_kept = zip(*(_drawn_from(row, p, number) for row, p, number in rows), strict=True)
+    return torch.tensor(token_ids), torch.tensor(num_kept), torch.zeros(len(params), dtype=torch.int64)
+
+
+def _drawn_from(weights: NDArray[np.float32], p: SamplingParams, number: float) -> tuple[int, int]:
+    """The token of one row, and how many tokens truncation keeps. Arbitrary where the weights are not finite."""
+    if not np.isfinite(weights[0]):
+        return 0, 0  # a softmax of what is not finite is NaN everywhere
+    order = Order(weights)
+    kept = [p.top_k or len(weights), len(weights)]
+    if p.top_p < 1:
+        mass = order.sum(p.top_k) if 0 < p.top_k < len(weights) else 1 / UNIT
+        kept.append(order.reaching(p.top_p * mass))
+    if p.min_p > 0:
+        kept.append(order.at_least(p.min_p * float(weights.max())))
+    num_kept = max(1, min(kept))
+    total = order.sum(num_kept)
+    # The first token whose sum exceeds the target; rounding can put that at the very end.
+    return order.token(order.reaching(min(np.floor(number * total) + 1, total)) - 1), num_kept
+
+
+def _draw_among(
     weights: torch.Tensor, params: list[SamplingParams], numbers: list[float], width: int
 ) -> tuple[torch.Tensor, ...]:
     """Draw among the `width` most likely tokens of each row; see `Draws._draw`. A row that is certain gives the same
@@ -249,23 +308,24 @@ def _draw_truncated(
     top, ids = weights.topk(width, dim=-1)  # sorted, most likely first
     ids = _lowest_first(top, ids, vocab)
     probability = top.double()
+    amount = (probability / UNIT).floor()
     limits = [(p.top_k or vocab, p.top_p, p.min_p, number) for p, number in zip(params, numbers, strict=True)]
     columns = to_device(limits, weights.device, torch.float64)
     top_k, top_p, min_p = columns[:, 0:1], columns[:, 1:2], columns[:, 2:3]
     keep = torch.arange(width, device=weights.device) < top_k
-    kept = probability * keep
+    kept = amount * keep
     cumulative = kept.cumsum(dim=-1)
     # top-p looks at the distribution that top-k left, renormalised.
-    mass = torch.where(top_k < vocab, cumulative[:, -1:], 1.0)
+    mass = torch.where(top_k < vocab, cumulative[:, -1:], 1 / UNIT)
     keep &= (top_p >= 1) | (cumulative - kept < top_p * mass)
     keep &= probability >= min_p * probability[:, :1]
     keep[:, 0] = True
-    # Whether tokens that were not looked at may have to be kept (they may be as likely as the last one), and whether
-    # the mass that top-p is a share of is still unknown.
-    beyond = (keep & (top == top[:, -1:])).any(dim=-1)
+    # Whether tokens that were not looked at may have to be kept (they may be as likely as the last one; what has no
+    # weight is never drawn), and whether the mass that top-p is a share of is still unknown.
+    beyond = (keep & (top == top[:, -1:]) & (amount > 0)).any(dim=-1)
     unknown = ((top_p < 1) & (top_k < vocab) & (top_k > width))[:, 0]
     is_open = (beyond | unknown) & (width < vocab)
-    picks = _invert(probability * keep, columns[:, 3])
+    picks = _invert(amount * keep, columns[:, 3])
     return ids.gather(1, picks[:, None])[:, 0], keep.sum(dim=-1), is_open.long()
 
 

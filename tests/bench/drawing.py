@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python tests/bench/drawing.py [--rows 32] [--vocab 49152]
 
-Logits in bfloat16: a broad bell with thirty tokens that stand out. Both sides in turn, medians of twenty rounds. Ours
-also draws from seeds, tells what is not finite, and would take other parameters in each row.
+Logits in bfloat16: a broad bell with thirty tokens that stand out. Both sides in turn, medians of twenty rounds, in
+processor time. Ours also draws from seeds, tells what is not finite, and would take other parameters in each row.
 """
 
 import argparse
@@ -14,7 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from engines.interface.protocol import GenerateRequest, SamplingParams
 from engines.planning.sequence import NO_SINK, TokenSequence
@@ -27,7 +33,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_k and top_p": {"temperature": 0.9, "top_k": 50, "top_p": 0.9},
     "temperature, the token's log-probability": {"temperature": 0.9, "logprobs": 0},
     "temperature, 5 log-probabilities": {"temperature": 0.9, "logprobs": 5},
+    # What costs most: nearly no weight, many candidates, nearly all of them, equal ones, and long histories.
+    "temperature 0.03, top_k 20": {"temperature": 0.03, "top_k": 20},
+    "top_k 500 and top_p": {"temperature": 0.9, "top_k": 500, "top_p": 0.9},
+    "top_k 20,000 and top_p": {"temperature": 2.0, "top_k": 20_000, "top_p": 0.9},
+    "temperature 2, top_p 0.99": {"temperature": 2.0, "top_p": 0.99},
+    "temperature 1,000,000, top_p 0.9": {"temperature": 1e6, "top_p": 0.9},
+    "penalties over 3,000 tokens": {
+        "temperature": 0.0,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+    },
 }
+HISTORY = 3000
 
 
 def logits_like_a_models(rows: int, vocab: int) -> torch.Tensor:
@@ -38,8 +57,20 @@ def logits_like_a_models(rows: int, vocab: int) -> torch.Tensor:
     return logits.bfloat16()
 
 
-def theirs(logits: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0, **_: Any) -> list[int]:
+def theirs(
+    logits: torch.Tensor,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    **_: Any,
+) -> list[int]:
+    """transformers has no presence and frequency penalties."""
     scores = logits.float()
+    if repetition_penalty != 1.0:
+        seen = torch.arange(1, HISTORY + 1).expand(len(scores), -1)
+        scores = RepetitionPenaltyLogitsProcessor(repetition_penalty)(seen, scores)
     if not temperature:
         return scores.argmax(dim=-1).tolist()  # type: ignore[no-any-return]
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
@@ -52,9 +83,9 @@ def theirs(logits: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: f
 
 
 def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    started = time.thread_time()
     work()
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 def main() -> None:
@@ -75,6 +106,9 @@ def main() -> None:
                 )
                 for row in range(options.rows)
             ]
+            for sequence in sequences if "repetition_penalty" in sampling else ():
+                for token_id in range(1, HISTORY + 1):
+                    sequence.append(token_id)
             ours, other = [], []
             for _ in range(20):
                 ours.append(seconds(partial(sample, logits, sequences)))

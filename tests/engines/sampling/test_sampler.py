@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from transformers import (
 
 from engines.planning.sequence import NO_SINK, TokenSequence
 from engines.sampling import sampler
+from engines.sampling.order import Order, units
 from engines.sampling.sampler import Draws, Sampled, prompt_logprobs, sample, uniform
 from tests.support.engines.engine_harness import request
 
@@ -161,11 +163,12 @@ def test_a_draw_is_the_same_however_many_tokens_are_looked_at(vocab: int, top_k:
     shares = [share for share in row.sort(descending=True).values.double().cumsum(0).tolist() if share < 1]
     params = [generation(top_p=share, top_k=top_k).request.sampling for share in shares]
     weights, numbers = row.expand(len(shares), -1), [uniform(1, n) for n in range(len(shares))]
-    whole = torch.stack(sampler._draw_truncated(weights, params, numbers, vocab), dim=1)
+    whole = torch.stack(sampler._draw_among(weights, params, numbers, vocab), dim=1)
     assert not whole[:, 2].any()
+    assert torch.equal(torch.stack(sampler._draw_in_order(weights, params, numbers), dim=1), whole)
     for width in (32, 36, 60, 512):
         if width < vocab:
-            found = torch.stack(sampler._draw_truncated(weights, params, numbers, width), dim=1)
+            found = torch.stack(sampler._draw_among(weights, params, numbers, width), dim=1)
             sure = found[:, 2] == 0
             assert torch.equal(found[sure], whole[sure])
             assert sure.any()
@@ -180,6 +183,42 @@ def test_a_request_that_keeps_many_tokens_is_searched_for_as_many_at_once() -> N
         (draw,) = begun.collect()
         assert (draw.token_id != first[0]) is is_revised is bool(begun.revised)
     assert 128 < sequence.num_kept < 2400
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.1, 0.2, 1.0])
+@pytest.mark.parametrize("params", [{"top_k": 20}, {"top_k": 100}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}])
+def test_tokens_without_any_weight_do_not_widen_the_search(temperature: float, params: dict[str, Any]) -> None:
+    """At a low temperature nearly all probabilities are 0, so the last candidate is as likely as those beyond it."""
+    weights = torch.softmax(row(5000, scale=8.0)[None] / temperature, dim=-1)
+    sampling = generation(temperature=temperature, **params).request.sampling
+    assert sampler._draw_among(weights, [sampling], [0.5], 128)[2].tolist() == [0]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "width"), [(500, 0.9, 1024), (500, 1.0, 128), (10**9, 0.9, 128)])
+def test_the_search_begins_with_as_many_tokens_as_a_share_of_the_top_k_needs(
+    top_k: int, top_p: float, width: int
+) -> None:
+    begun = Draws(row(5000)[None], [generation(top_k=top_k, top_p=top_p)])
+    assert begun._width(0) == width
+    begun.collect()
+    assert not begun.revised
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    values=st.lists(st.sampled_from([0.0, 1e-40, 1e-12, 1e-3, 0.25, 1.0]) | st.floats(0, 1, width=32), min_size=1),
+    share=st.floats(0, 1, exclude_max=True),
+)
+def test_an_order_is_that_of_a_sort(values: list[float], share: float) -> None:
+    weights = np.array(values, dtype=np.float32) / np.float32(max(1.0, sum(values)))  # as of a softmax
+    ranked = sorted(range(len(values)), key=lambda token: (-weights[token], token))
+    sums = units(weights[ranked]).cumsum()
+    order = Order(weights)
+    assert [order.token(rank) for rank in range(len(values))] == ranked
+    assert [order.sum(rank + 1) for rank in range(len(values))] == sums.tolist()
+    amount = max(1.0, share * float(sums[-1]))
+    assert order.reaching(amount) == min(int((sums < amount).sum()) + 1, len(values))
+    assert order.at_least(share) == int((weights.astype(np.float64) >= share).sum())
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 50, "logprobs": 20}, {"logprobs": 3}])
