@@ -263,9 +263,10 @@ class _Entries:
             self.counts += memoryview(counts).cast("B")
 
     def tensors(self, logits: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        lens = torch.tensor(self.lens)
-        rows = torch.tensor(self.rows).repeat_interleave(lens)
-        base, slope = torch.tensor(self.lines, dtype=torch.float64).repeat_interleave(lens, dim=0).unbind(-1)
+        lens, total = torch.tensor(self.lens), sum(self.lens)
+        rows = torch.tensor(self.rows).repeat_interleave(lens, output_size=total)
+        lines = torch.tensor(self.lines, dtype=torch.float64)
+        base, slope = lines.repeat_interleave(lens, dim=0, output_size=total).unbind(-1)
         token_ids = torch.frombuffer(self.token_ids, dtype=torch.int64)
         values = (base + slope * torch.frombuffer(self.counts, dtype=torch.float64)).to(logits.dtype)
         rows, token_ids, values = (moved(tensor, logits.device) for tensor in (rows, token_ids, values))
