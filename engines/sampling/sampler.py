@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from engines.interface.protocol import SamplingParams, TokenLogprob
 from engines.planning.sequence import TokenSequence
 from engines.sampling.order import UNIT, Order
-from engines.tensors.transfer import Arriving, moved, rows_of, to_device, with_rows
+from engines.tensors.transfer import Arriving, rows_of, to_device, with_rows
 
 CANDIDATES = 128
 """How many of the most likely tokens truncation looks at first, on a CPU."""
@@ -263,14 +263,11 @@ class _Entries:
             self.counts += memoryview(counts).cast("B")
 
     def tensors(self, logits: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        lens, total = torch.tensor(self.lens), sum(self.lens)
-        rows = torch.tensor(self.rows).repeat_interleave(lens, output_size=total)
-        lines = torch.tensor(self.lines, dtype=torch.float64)
-        base, slope = lines.repeat_interleave(lens, dim=0, output_size=total).unbind(-1)
-        token_ids = torch.frombuffer(self.token_ids, dtype=torch.int64)
-        values = (base + slope * torch.frombuffer(self.counts, dtype=torch.float64)).to(logits.dtype)
-        rows, token_ids, values = (moved(tensor, logits.device) for tensor in (rows, token_ids, values))
-        return (rows, token_ids), values
+        lines = np.repeat(np.array(self.lines), self.lens, axis=0)
+        values = lines[:, 0] + lines[:, 1] * np.frombuffer(self.counts, dtype=np.float64)
+        places = np.repeat(self.rows, self.lens), np.frombuffer(self.token_ids, dtype=np.int64)
+        rows, token_ids = to_device(np.stack(places), logits.device)
+        return (rows, token_ids), to_device(values, logits.device, logits.dtype)
 
 
 def _draw_in_order(

@@ -7,13 +7,8 @@ import torch
 
 def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Copies asynchronously; does not wait for queued device work, as `torch.tensor(…, device=…)` would."""
-    return moved(torch.tensor(values, dtype=dtype), device)
-
-
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, copied asynchronously."""
     # From pinned memory: of other memory more than 64 KB may have to wait.
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def rows_of(matrix: torch.Tensor, rows: list[int]) -> torch.Tensor:
