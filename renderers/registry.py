@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import overload
 
 from renderers.base import Renderer
-from renderers.families import qwen2_5, qwen3
+from renderers.families import gpt_oss, qwen2_5, qwen3
 from renderers.markers import Tokenizer
 from renderers.templates.chat_template import ChatTemplate
 
 RENDERERS = {
     "generic": "renderers.families.generic:GenericRenderer",
+    "gpt_oss": "renderers.families.gpt_oss:GptOssRenderer",
     "qwen2_5": "renderers.families.qwen2_5:build",
     "qwen3": "renderers.families.qwen3:build",
     "qwen3_text": "renderers.families.qwen3:build_text",
@@ -17,6 +18,7 @@ RENDERERS = {
 }
 
 _RECOGNISERS = {
+    "gpt_oss": gpt_oss.recognises,
     "qwen3": qwen3.recognises,
     "qwen2_5": qwen2_5.recognises,
 }
