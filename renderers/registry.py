@@ -4,13 +4,14 @@ from importlib import import_module
 from typing import overload
 
 from renderers.base import Renderer
-from renderers.families import gpt_oss, qwen2_5, qwen3
-from renderers.markers import Tokenizer
+from renderers.families import gpt_oss, inkling, qwen2_5, qwen3
+from renderers.markers import Tokenizer, added_tokens
 from renderers.templates.chat_template import ChatTemplate
 
 RENDERERS = {
     "generic": "renderers.families.generic:GenericRenderer",
     "gpt_oss": "renderers.families.gpt_oss:GptOssRenderer",
+    "inkling": "renderers.families.inkling:InklingRenderer",
     "qwen2_5": "renderers.families.qwen2_5:build",
     "qwen3": "renderers.families.qwen3:build",
     "qwen3_text": "renderers.families.qwen3:build_text",
@@ -23,6 +24,10 @@ _RECOGNISERS = {
     "qwen2_5": qwen2_5.recognises,
 }
 """Tried in this order. The generic renderer serves a model that none of them recognises."""
+
+# The families whose prompts are written here.
+_RECOGNISERS_WITHOUT_TEMPLATE = {"inkling": inkling.recognises}
+_WITHOUT_TEMPLATE = ("inkling", "role_colon")
 
 
 @overload
@@ -42,8 +47,8 @@ def build(
 def build(
     name: str | None, tokenizer: Tokenizer, chat_template: str | None, *, max_tokens: int | None = None
 ) -> Renderer | None:
-    """The renderer with this name, or the one found from vocabulary and template. None if none was named and there is
-    no template.
+    """The renderer with this name, or the one found from vocabulary and template. None if none was named, there is
+    no template, and the vocabulary is of no family that needs none.
 
     `chat_template` replaces the tokenizer's own; `max_tokens` as in `ChatTemplate`. Takes 10 to 200 ms. Raises
     `ValueError` for an unknown name. Raises `TemplateRefused` for a template that cannot be served, or not by this
@@ -51,11 +56,13 @@ def build(
     """
     source = chat_template if chat_template is not None else tokenizer.chat_template
     if name is None and source is None:
-        return None
+        name = _found_by_vocabulary(tokenizer)
+        if name is None:
+            return None
     if name is not None and name not in RENDERERS:
         raise ValueError(f"renderer must be one of {', '.join(RENDERERS)}, got {name!r}.")
     template = None
-    if source is not None and name != "role_colon":
+    if source is not None and name not in _WITHOUT_TEMPLATE:
         template = ChatTemplate(tokenizer, source, max_tokens=max_tokens)
     if name is None:
         assert template is not None
@@ -63,3 +70,8 @@ def build(
     module, _, attribute = RENDERERS[name].partition(":")
     renderer: Renderer = getattr(import_module(module), attribute)(tokenizer, template)
     return renderer
+
+
+def _found_by_vocabulary(tokenizer: Tokenizer) -> str | None:
+    added = added_tokens(tokenizer.backend_tokenizer)
+    return next((family for family, fits in _RECOGNISERS_WITHOUT_TEMPLATE.items() if fits(added)), None)

@@ -21,10 +21,32 @@ GPT_OSS = {
     "<|call|>": 200012,
 }
 
+INKLING = {
+    "<|endoftext|>": 199999,
+    "<|message_user|>": 200000,
+    "<|message_model|>": 200001,
+    "<|message_system|>": 200002,
+    "<|message_tool|>": 200003,
+    "<|content_text|>": 200004,
+    "<|content_image|>": 200005,
+    "<|content_model_end_sampling|>": 200006,
+    "<|content_thinking|>": 200008,
+    "<|end_message|>": 200010,
+    "<|content_tool_error|>": 200022,
+    "<|content_xml|>": 200024,
+    "<|content_invoke_tool_json|>": 200049,
+    "<|content_invoke_tool_text|>": 200057,
+}
+
 
 @cache
 def gpt_oss_tokenizer() -> PreTrainedTokenizerFast:
     return placed_tokenizer(GPT_OSS, eos="<|return|>")
+
+
+@cache
+def inkling_tokenizer() -> PreTrainedTokenizerFast:
+    return placed_tokenizer(INKLING, eos="<|content_model_end_sampling|>")
 
 
 def placed_tokenizer(special: Mapping[str, int], *, eos: str) -> PreTrainedTokenizerFast:
