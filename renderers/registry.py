@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import overload
 
 from renderers.base import Renderer
-from renderers.families import gpt_oss, inkling, qwen2_5, qwen3
+from renderers.families import glm, gpt_oss, inkling, qwen2_5, qwen3
 from renderers.markers import Tokenizer, added_tokens
 from renderers.templates.chat_template import ChatTemplate
 
 RENDERERS = {
     "generic": "renderers.families.generic:GenericRenderer",
+    "glm": "renderers.families.glm:build",
     "gpt_oss": "renderers.families.gpt_oss:GptOssRenderer",
     "inkling": "renderers.families.inkling:InklingRenderer",
     "qwen2_5": "renderers.families.qwen2_5:build",
@@ -19,6 +20,7 @@ RENDERERS = {
 }
 
 _RECOGNISERS = {
+    "glm": glm.recognises,
     "gpt_oss": gpt_oss.recognises,
     "qwen3": qwen3.recognises,
     "qwen2_5": qwen2_5.recognises,

@@ -11,10 +11,10 @@ from renderers.base import RenderError, ReplyEnd
 from renderers.deltas import Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from renderers.messages import Conversation, Message, TextPart, ToolCall
 from tests.renderers.families.case import EFFORTS, TOOLS, Reply, conversations, history, replies
-from tests.renderers.families.cases import gpt_oss, inkling, plain, qwen
+from tests.renderers.families.cases import glm, gpt_oss, inkling, plain, qwen
 from tests.support.renderer_kit import oracle_ids, user
 
-CASES = [*gpt_oss.CASES, *inkling.CASES, *plain.CASES, *qwen.CASES]
+CASES = [*glm.CASES, *gpt_oss.CASES, *inkling.CASES, *plain.CASES, *qwen.CASES]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_mode = pytest.mark.parametrize(
