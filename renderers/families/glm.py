@@ -6,13 +6,15 @@ history. A model whose template writes an effort always reasons; the others are 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 
-from renderers.base import RenderError
+from renderers.base import RenderedPrompt, RenderError
 from renderers.deltas import Piece
 from renderers.efforts import Efforts, switch
 from renderers.families.tagged import TaggedRenderer, find_start, known_ids, needed_id, needed_template
 from renderers.markers import Tokenizer
-from renderers.messages import Tool, ToolCall
+from renderers.messages import Conversation, Message, Role, Tool, ToolCall
 from renderers.replies.arguments import value_of
 from renderers.replies.tags import STRIPPED, Tag, TagGrammar
 from renderers.templates.chat_template import PROBE_USER, ChatTemplate
@@ -33,6 +35,13 @@ _TAGS = {
 _LEVELS = ("low", "high", "max")
 
 
+class _GlmRenderer(TaggedRenderer):
+    """The result of a call is rendered without id or name: only the order says whose it is."""
+
+    def render(self, conversation: Conversation) -> RenderedPrompt:
+        return super().render(replace(conversation, messages=_results_in_call_order(conversation.messages)))
+
+
 def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
     """Raises `TemplateRefused`."""
     template = needed_template(NAME, template)
@@ -43,7 +52,7 @@ def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer
         tokenizer.eos_token_id,
     )
     grammar = TagGrammar(tags | dict.fromkeys(ends, Tag.END), _parse_call, framing=STRIPPED)
-    return TaggedRenderer(NAME, template, headers=[_HEADER], grammar=grammar, efforts=_find_efforts(template))
+    return _GlmRenderer(NAME, template, headers=[_HEADER], grammar=grammar, efforts=_find_efforts(template))
 
 
 def recognises(template: ChatTemplate) -> bool:
@@ -51,6 +60,19 @@ def recognises(template: ChatTemplate) -> bool:
     key, end_key, value, end_value = _ARGUMENT
     argument = f"{key}stone{end_key}", f"{value}onyx{end_value}"
     return template.has_markers(_HEADER, *_ENDS, *_TAGS) and all(part in template.call_text for part in argument)
+
+
+def _results_in_call_order(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Results that follow each other stand in the order of their calls, where their ids say so."""
+    ordered: list[Message] = []
+    places: dict[str | None, int] = {}
+    for is_result, run in groupby(messages, lambda message: message.role is Role.TOOL):
+        turns = list(run)
+        if is_result and all(turn.tool_call_id in places for turn in turns):
+            turns.sort(key=lambda turn: places[turn.tool_call_id])
+        places = {call.id: place for place, call in enumerate(turns[-1].tool_calls)}
+        ordered += turns
+    return tuple(ordered)
 
 
 def _find_efforts(template: ChatTemplate) -> Efforts:

@@ -168,14 +168,10 @@ def _separated(message: Message, results: Sequence[Message]) -> list[Message]:
     first, *others = message.tool_calls
     calls = [replace(message, tool_calls=(first,))]
     calls += [Message(Role.ASSISTANT, None, tool_calls=(call,)) for call in others]
-    turns: list[Message] = []
-    seen: set[str] = set()
-    for turn in calls:
-        [call] = turn.tool_calls
-        own = [result for result in results if result.tool_call_id == call.id and call.id not in seen]
-        seen.add(call.id)
-        turns += [turn, *own]
-    return turns
+    results_of: dict[str | None, list[Message]] = {}
+    for result in results:
+        results_of.setdefault(result.tool_call_id, []).append(result)
+    return [each for turn in calls for each in (turn, *results_of.pop(turn.tool_calls[0].id, ()))]
 
 
 def _with_preamble(message: Message) -> Message:

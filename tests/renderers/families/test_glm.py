@@ -129,6 +129,17 @@ def test_a_reply_sent_back_is_rendered_as_it_was_sampled(name, sampled):
     assert again.token_ids[: len(first.token_ids) + len(ids)] == (*first.token_ids, *ids)
 
 
+def test_results_are_rendered_in_the_order_of_their_calls_where_their_ids_are_known(glm):
+    calls = [ToolCall(call_id, "f", "{}") for call_id in ("b", "a", "c")]
+    results = {call_id: result(call_id, f"result {call_id}") for call_id in "abcx"}
+
+    def rendered(*ids):
+        return glm.render(Conversation((user("q"), assistant("", *calls), *(results[call_id] for call_id in ids))))
+
+    assert rendered("c", "a", "b") == rendered("a", "c", "b") == rendered("b", "a", "c")
+    assert rendered("c", "x", "a") != rendered("a", "x", "c")
+
+
 def test_the_family_is_found_and_begins_a_reply_as_its_template_does(glm):
     assert (glm.name, glm.supports_tools, glm.stop_strings) == ("glm", True, ())
     assert glm.stop_token_ids == frozenset([154820, 154827, 154829])
