@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import overload
 
 from renderers.base import Renderer
-from renderers.families import glm, gpt_oss, inkling, qwen2_5, qwen3
+from renderers.families import glm, gpt_oss, inkling, nemotron3, qwen2_5, qwen3, qwen3_5
 from renderers.markers import Tokenizer, added_tokens
 from renderers.templates.chat_template import ChatTemplate
 
@@ -13,8 +13,10 @@ RENDERERS = {
     "glm": "renderers.families.glm:build",
     "gpt_oss": "renderers.families.gpt_oss:GptOssRenderer",
     "inkling": "renderers.families.inkling:InklingRenderer",
+    "nemotron3": "renderers.families.nemotron3:build",
     "qwen2_5": "renderers.families.qwen2_5:build",
     "qwen3": "renderers.families.qwen3:build",
+    "qwen3_5": "renderers.families.qwen3_5:build",
     "qwen3_text": "renderers.families.qwen3:build_text",
     "role_colon": "renderers.families.role_colon:RoleColonRenderer",
 }
@@ -24,6 +26,8 @@ _RECOGNISERS = {
     "gpt_oss": gpt_oss.recognises,
     "qwen3": qwen3.recognises,
     "qwen2_5": qwen2_5.recognises,
+    "nemotron3": nemotron3.recognises,
+    "qwen3_5": qwen3_5.recognises,
 }
 """Tried in this order. The generic renderer serves a model that none of them recognises."""
 
