@@ -31,9 +31,8 @@ _RECOGNISERS = {
 }
 """Tried in this order. The generic renderer serves a model that none of them recognises."""
 
-# The families whose prompts are written here.
-_RECOGNISERS_WITHOUT_TEMPLATE = {"inkling": inkling.recognises}
-_WITHOUT_TEMPLATE = ("inkling", "role_colon")
+_WITHOUT_TEMPLATE = {"inkling": inkling.recognises}
+"""Families whose models have no template: found from the vocabulary."""
 
 
 @overload
@@ -53,8 +52,8 @@ def build(
 def build(
     name: str | None, tokenizer: Tokenizer, chat_template: str | None, *, max_tokens: int | None = None
 ) -> Renderer | None:
-    """The renderer with this name, or the one found from vocabulary and template. None if none was named, there is
-    no template, and the vocabulary is of no family that needs none.
+    """The renderer with this name, or the one found from vocabulary and template. None if none was named, there is no
+    template, and the vocabulary is of no family that needs none.
 
     `chat_template` replaces the tokenizer's own; `max_tokens` as in `ChatTemplate`. Takes 10 to 200 ms. Raises
     `ValueError` for an unknown name. Raises `TemplateRefused` for a template that cannot be served, or not by this
@@ -62,13 +61,14 @@ def build(
     """
     source = chat_template if chat_template is not None else tokenizer.chat_template
     if name is None and source is None:
-        name = _found_by_vocabulary(tokenizer)
+        added = added_tokens(tokenizer.backend_tokenizer)
+        name = next((family for family, fits in _WITHOUT_TEMPLATE.items() if fits(added)), None)
         if name is None:
             return None
     if name is not None and name not in RENDERERS:
         raise ValueError(f"renderer must be one of {', '.join(RENDERERS)}, got {name!r}.")
     template = None
-    if source is not None and name not in _WITHOUT_TEMPLATE:
+    if source is not None and name not in ("role_colon", *_WITHOUT_TEMPLATE):
         template = ChatTemplate(tokenizer, source, max_tokens=max_tokens)
     if name is None:
         assert template is not None
@@ -76,8 +76,3 @@ def build(
     module, _, attribute = RENDERERS[name].partition(":")
     renderer: Renderer = getattr(import_module(module), attribute)(tokenizer, template)
     return renderer
-
-
-def _found_by_vocabulary(tokenizer: Tokenizer) -> str | None:
-    added = added_tokens(tokenizer.backend_tokenizer)
-    return next((family for family, fits in _RECOGNISERS_WITHOUT_TEMPLATE.items() if fits(added)), None)
