@@ -7,6 +7,7 @@ the beginning of a reply, calls after it, each tag at the beginning of a line. A
 A call of a function that was not declared is text in either case, and no error: the reply goes on after it.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -54,13 +55,31 @@ class Start(Enum):
 class Framing:
     """How many newlines the format puts around the blocks. So many are dropped where they are, fewer where they are
     not. A trailing newline is held back until the next text shows whether it is one of these.
+
+    `space`: the characters that count as such; None is all white space.
     """
 
+    space: str | None = "\n"
+    at_start: int = 0
     after_think_open: int = 0
     before_think_close: int = 0
     after_think_close: int = 0
     before_call: int = 0
     after_call: int = 0
+    before_end: int = 0
+
+
+STRIPPED = Framing(
+    space=None,
+    at_start=sys.maxsize,
+    after_think_open=sys.maxsize,
+    before_think_close=sys.maxsize,
+    after_think_close=sys.maxsize,
+    before_call=sys.maxsize,
+    after_call=sys.maxsize,
+    before_end=sys.maxsize,
+)
+"""Reasoning and text have no white space at their ends."""
 
 
 ParseCalls: TypeAlias = Callable[[Sequence[Piece], Mapping[str, Tool]], Sequence[ToolCall] | None]
@@ -123,7 +142,8 @@ class TagParser:
         self._may_reason = start is not Start.REASONED
         reasoning = start in (Start.REASONING, Start.REASONING_UNFRAMED)
         self._state = _State.THINK if reasoning else _State.TEXT
-        self._newlines_to_skip = grammar.framing.after_think_open if start is Start.REASONING_UNFRAMED else 0
+        unframed = start is Start.REASONING_UNFRAMED
+        self._newlines_to_skip = grammar.framing.after_think_open if unframed else grammar.framing.at_start
         self._held = ""  # newlines that may belong to the format
         self._opening = ""  # of the open block of calls: the newlines before it, and its tag
         self._block: list[Piece] = []  # what is inside it
@@ -163,6 +183,8 @@ class TagParser:
             self._give_up_block("")
         else:
             self._error(ended and self._state is _State.THINK and self._grammar.must_close_reasoning)
+            if ended:
+                self._held = self._held[: max(len(self._held) - self._grammar.framing.before_end, 0)]
             self._release()
         if not self._raw and ended:
             self.malformed = True
@@ -208,16 +230,16 @@ class TagParser:
                 self._block_text(piece.text)
 
     def _block_text(self, text: str) -> None:
+        framing = self._grammar.framing
         if self._newlines_to_skip:
-            rest = text.lstrip("\n")
+            rest = text.lstrip(framing.space)
             skipped = min(len(text) - len(rest), self._newlines_to_skip)
             text = text[skipped:]
             self._newlines_to_skip = 0 if text else self._newlines_to_skip - skipped
-        if self._held or text.endswith("\n"):
-            framing = self._grammar.framing
+        if self._held or len(text.rstrip(framing.space)) < len(text):
             most = framing.before_think_close if self._state is _State.THINK else framing.before_call
             text = self._held + text
-            certain_len = max(len(text.rstrip("\n")), len(text) - most)
+            certain_len = max(len(text.rstrip(framing.space)), len(text) - most)
             text, self._held = text[:certain_len], text[certain_len:]
         self._emit(text)
 

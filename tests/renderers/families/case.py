@@ -92,6 +92,10 @@ class Case:
     """Turns of user and assistant must alternate."""
     arguments_as_text: bool = False
     markers_are_tokens: bool = True
+    needs_markers: bool = False
+    """Text without any marker is not in the format."""
+    one_call_a_turn: bool = False
+    """The template takes one call a turn, and beside it reasoning or text but not both."""
 
     def _repr_pretty_(self, printer, cycle) -> None:
         """In hypothesis's reports."""
@@ -158,22 +162,23 @@ def conversations(draw, case: Case, text=TEXT):
     for turn in range(draw(st.integers(0, 2))):
         messages.append(user(draw(text)))
         if case.template_takes_tools and draw(st.booleans()):
-            messages += _tool_loop(draw, text, turn)
+            messages += _tool_loop(draw, case, text, turn)
         if case.alternates or draw(st.booleans()):
             messages.append(assistant(draw(text), reasoning=draw(st.none() | text)))
     messages.append(user(draw(text)))
     if case.template_takes_tools and draw(st.booleans()):
-        messages += _tool_loop(draw, text, 9)
+        messages += _tool_loop(draw, case, text, 9)
     return Conversation(tuple(messages), tools)
 
 
-def _tool_loop(draw, text, turn: int) -> list[Message]:
+def _tool_loop(draw, case: Case, text, turn: int) -> list[Message]:
     arguments = st.dictionaries(text.filter(bool), text | st.none() | st.integers() | st.booleans(), max_size=2)
     calls = [
         ToolCall(f"call_{turn}{index}", draw(st.sampled_from(["forecast", "now"])), dump(draw(arguments)))
-        for index in range(draw(st.integers(1, 2)))
+        for index in range(draw(st.integers(1, 1 if case.one_call_a_turn else 2)))
     ]
-    turn_of_calls = assistant(draw(text), *calls, reasoning=draw(st.none() | text))
+    reasoning = draw(st.none() | text)
+    turn_of_calls = assistant("" if case.one_call_a_turn and reasoning else draw(text), *calls, reasoning=reasoning)
     return [turn_of_calls, *(result(call.id, draw(text)) for call in calls)]
 
 
