@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from renderers.messages import ToolCall
@@ -17,13 +18,17 @@ def parse_object(text: str) -> dict[str, Any]:
     Refused beyond what Python's parser refuses: NaN and Infinity, numbers that overflow to it, half a surrogate pair
     (none of them can be written as JSON again), and nesting that Python cannot follow.
     """
-    try:
-        parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-        json.dumps(parsed, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as exc:
-        raise NotAnObject(str(exc)) from exc
+    parsed = _parse(text)
     if not isinstance(parsed, dict):
         raise NotAnObject(f"it is {_JSON_TYPES[type(parsed)]}")
+    return parsed
+
+
+def parse_objects(text: str) -> list[dict[str, Any]]:
+    """As `parse_object`, for an array of objects."""
+    parsed = _parse(text)
+    if not isinstance(parsed, list) or not all(isinstance(item, dict) for item in parsed):
+        raise NotAnObject("it is no array of objects")
     return parsed
 
 
@@ -41,6 +46,11 @@ def parse_name_and_arguments(text: str) -> ToolCall | None:
         call = parse_object(text)
     except NotAnObject:
         return None
+    return named_call(call)
+
+
+def named_call(call: Mapping[str, Any]) -> ToolCall | None:
+    """As `parse_name_and_arguments`, of the object itself."""
     name, arguments = call.get("name"), call.get("arguments")
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
@@ -49,6 +59,15 @@ def parse_name_and_arguments(text: str) -> ToolCall | None:
 
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
+
+
+def _parse(text: str) -> Any:
+    try:
+        parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as exc:
+        raise NotAnObject(str(exc)) from exc
+    return parsed
 
 
 _JSON_TYPES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
