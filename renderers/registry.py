@@ -4,21 +4,35 @@ from importlib import import_module
 from typing import overload
 
 from renderers.base import Renderer
-from renderers.families import qwen2_5, qwen3
+from renderers.families import gemma3, gemma4, llama3, mistral, phi4, qwen2_5, qwen3, smollm
 from renderers.markers import Tokenizer
 from renderers.templates.chat_template import ChatTemplate
 
 RENDERERS = {
+    "gemma3": "renderers.families.gemma3:Gemma3Renderer",
+    "gemma4": "renderers.families.gemma4:build",
     "generic": "renderers.families.generic:GenericRenderer",
+    "llama3": "renderers.families.llama3:Llama3Renderer",
+    "mistral": "renderers.families.mistral:MistralRenderer",
+    "phi4": "renderers.families.phi4:build",
     "qwen2_5": "renderers.families.qwen2_5:build",
     "qwen3": "renderers.families.qwen3:build",
     "qwen3_text": "renderers.families.qwen3:build_text",
     "role_colon": "renderers.families.role_colon:RoleColonRenderer",
+    "smollm2": "renderers.families.smollm:SmolLM2Renderer",
+    "smollm3": "renderers.families.smollm:SmolLM3Renderer",
 }
 
 _RECOGNISERS = {
     "qwen3": qwen3.recognises,
     "qwen2_5": qwen2_5.recognises,
+    "gemma4": gemma4.recognises,
+    "gemma3": gemma3.recognises,
+    "llama3": llama3.recognises,
+    "mistral": mistral.recognises,
+    "phi4": phi4.recognises,
+    "smollm3": smollm.recognises_3,
+    "smollm2": smollm.recognises_2,
 }
 """Tried in this order. The generic renderer serves a model that none of them recognises."""
 

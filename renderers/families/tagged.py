@@ -43,10 +43,10 @@ class TaggedRenderer:
 
     def render(self, conversation: Conversation) -> RenderedPrompt:
         self.check_effort(conversation.effort)
-        rendered = self._template.render(conversation, **self._variables(conversation))
+        rendered = self._template.render(conversation, **self.variables(conversation))
         return RenderedPrompt(rendered.token_ids, after_header(rendered.text, self._headers))
 
-    def _variables(self, conversation: Conversation) -> Mapping[str, object]:
+    def variables(self, conversation: Conversation) -> Mapping[str, object]:
         """The template's own arguments."""
         return {} if conversation.effort is None else self._efforts[conversation.effort]
 

@@ -90,6 +90,10 @@ class Case:
     """Turns of user and assistant must alternate."""
     arguments_as_text: bool = False
     markers_are_tokens: bool = True
+    takes_empty_texts: bool = True
+    """Whether an assistant's turn may be empty."""
+    call_ids: str = "call_{}"
+    """What ids look like in a random conversation."""
 
     def _repr_pretty_(self, printer, cycle) -> None:
         """In hypothesis's reports."""
@@ -151,24 +155,27 @@ CALLS = st.lists(st.tuples(st.just("forecast"), ARGUMENTS) | st.just(("now", {})
 @st.composite
 def conversations(draw, case: Case, text=TEXT):
     """A conversation with every field in which text travels."""
+    answers = text if case.takes_empty_texts else text.filter(bool)
     messages = [system(draw(text))] if case.takes_system and draw(st.booleans()) else []
     tools = TOOLS if case.template_takes_tools and draw(st.booleans()) else ()
     for turn in range(draw(st.integers(0, 2))):
         messages.append(user(draw(text)))
         if case.template_takes_tools and draw(st.booleans()):
-            messages += _tool_loop(draw, text, turn)
+            messages += _tool_loop(draw, case, text, turn)
         if case.alternates or draw(st.booleans()):
-            messages.append(assistant(draw(text), reasoning=draw(st.none() | text)))
+            messages.append(assistant(draw(answers), reasoning=draw(st.none() | text)))
     messages.append(user(draw(text)))
     if case.template_takes_tools and draw(st.booleans()):
-        messages += _tool_loop(draw, text, 9)
+        messages += _tool_loop(draw, case, text, 9)
     return Conversation(tuple(messages), tools)
 
 
-def _tool_loop(draw, text, turn: int) -> list[Message]:
+def _tool_loop(draw, case: Case, text, turn: int) -> list[Message]:
     arguments = st.dictionaries(text.filter(bool), text | st.none() | st.integers() | st.booleans(), max_size=2)
     calls = [
-        ToolCall(f"call_{turn}{index}", draw(st.sampled_from(["forecast", "now"])), dump(draw(arguments)))
+        ToolCall(
+            case.call_ids.format(f"{turn}{index}"), draw(st.sampled_from(["forecast", "now"])), dump(draw(arguments))
+        )
         for index in range(draw(st.integers(1, 2)))
     ]
     turn_of_calls = assistant(draw(text), *calls, reasoning=draw(st.none() | text))

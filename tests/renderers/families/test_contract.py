@@ -1,6 +1,7 @@
 """What every family keeps to, in both directions. Each gives its cases (see `case.py`)."""
 
-import re
+import json
+import zlib
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,18 @@ from renderers.base import RenderError, ReplyEnd
 from renderers.deltas import Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from renderers.messages import Conversation, Message, TextPart, ToolCall
 from tests.renderers.families.case import EFFORTS, TOOLS, Reply, conversations, history, replies
-from tests.renderers.families.cases import plain, qwen
+from tests.renderers.families.cases import gemma, llama, mistral, phi, plain, qwen, smollm
 from tests.support.renderer_kit import oracle_ids, user
 
-CASES = [*plain.CASES, *qwen.CASES]
+CASES = [
+    *plain.CASES,
+    *qwen.CASES,
+    *gemma.CASES,
+    *llama.CASES,
+    *mistral.CASES,
+    *phi.CASES,
+    *smollm.CASES,
+]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_mode = pytest.mark.parametrize(
@@ -79,7 +88,7 @@ def hostile_text(case):
 def _with_words(message):
     return Message(
         role=message.role,
-        content=(TextPart("word"),),
+        content=(TextPart(f"word{zlib.crc32(message.text.encode())}"),),  # equal texts stay equal: templates compare
         reasoning=message.reasoning and "word",
         tool_calls=tuple(ToolCall(call.id, call.name, _same_keys(call.arguments)) for call in message.tool_calls),
         tool_call_id=message.tool_call_id,
@@ -87,8 +96,9 @@ def _with_words(message):
 
 
 def _same_keys(arguments):
-    """As many arguments, of words."""
-    return "{" + ", ".join(f'"w{index}": "word"' for index in range(len(re.findall(r'": ', arguments)))) + "}"
+    """As many arguments, with words for keys and texts."""
+    values = json.loads(arguments).values()
+    return json.dumps({f"w{index}": "word" if isinstance(value, str) else value for index, value in enumerate(values)})
 
 
 @every_case
@@ -110,6 +120,12 @@ def test_exactly_the_efforts_of_the_family_are_accepted(case):
 def test_the_family_is_found_from_vocabulary_and_template(case):
     found = registry.build(None, case.tokenizer(), case.source).name
     assert (found == case.family) is case.recognised
+
+
+def test_every_family_has_a_case_that_it_serves_by_its_name():
+    assert {case.family for case in CASES} == set(registry.RENDERERS)
+    for case in CASES:
+        assert case.renderer.name == case.family
 
 
 # --- tokens to a reply ---
