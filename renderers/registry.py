@@ -4,7 +4,18 @@ from importlib import import_module
 from typing import overload
 
 from renderers.base import Renderer
-from renderers.families import gemma3, gemma4, llama3, mistral, phi4, qwen2_5, qwen3, smollm
+from renderers.families import (
+    gemma3,
+    gemma4,
+    llama3,
+    mistral,
+    nemotron3,
+    phi4,
+    qwen2_5,
+    qwen3,
+    qwen3_5,
+    smollm,
+)
 from renderers.markers import Tokenizer
 from renderers.templates.chat_template import ChatTemplate
 
@@ -14,9 +25,11 @@ RENDERERS = {
     "generic": "renderers.families.generic:GenericRenderer",
     "llama3": "renderers.families.llama3:Llama3Renderer",
     "mistral": "renderers.families.mistral:MistralRenderer",
+    "nemotron3": "renderers.families.nemotron3:build",
     "phi4": "renderers.families.phi4:build",
     "qwen2_5": "renderers.families.qwen2_5:build",
     "qwen3": "renderers.families.qwen3:build",
+    "qwen3_5": "renderers.families.qwen3_5:build",
     "qwen3_text": "renderers.families.qwen3:build_text",
     "role_colon": "renderers.families.role_colon:RoleColonRenderer",
     "smollm2": "renderers.families.smollm:SmolLM2Renderer",
@@ -33,6 +46,8 @@ _RECOGNISERS = {
     "phi4": phi4.recognises,
     "smollm3": smollm.recognises_3,
     "smollm2": smollm.recognises_2,
+    "nemotron3": nemotron3.recognises,
+    "qwen3_5": qwen3_5.recognises,
 }
 """Tried in this order. The generic renderer serves a model that none of them recognises."""
 

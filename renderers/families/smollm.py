@@ -7,14 +7,13 @@ in a variable of its own, if at all.
 from collections.abc import Mapping
 
 from renderers.base import RenderError
-from renderers.families import qwen3
+from renderers.families.chatml import HEADER, TAGS, TURN_END, end_ids, find_efforts, tag_ids
 from renderers.families.generic import GenericRenderer
-from renderers.families.qwen2_5 import CALL_TAGS, HEADER, TURN_END, end_ids
-from renderers.families.tagged import TaggedRenderer, needed_id, needed_template
+from renderers.families.tagged import TaggedRenderer, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation
 from renderers.replies.json_calls import parse_json_call
-from renderers.replies.tags import Framing, Tag, TagGrammar
+from renderers.replies.tags import Framing, TagGrammar
 from renderers.templates.chat_template import PROBE_CALL, PROBE_USER, ChatTemplate
 
 SMOLLM2 = "smollm2"
@@ -32,7 +31,7 @@ class SmolLM2Renderer(GenericRenderer):
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         super().__init__(tokenizer, template)
-        self.stop_token_ids |= end_ids(self.name, tokenizer, self._template)
+        self.stop_token_ids |= end_ids(self.name, tokenizer, self._template).keys()
 
 
 class SmolLM3Renderer(TaggedRenderer):
@@ -41,15 +40,14 @@ class SmolLM3Renderer(TaggedRenderer):
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         template = needed_template(SMOLLM3, template)
         self._tools_variable = _find_tools_variable(template)
-        tags = {needed_id(SMOLLM3, template, spelling): tag for spelling, tag in qwen3.TAGS.items()}
-        ends = dict.fromkeys(end_ids(SMOLLM3, tokenizer, template), Tag.END)
+        tags = tag_ids(SMOLLM3, template, TAGS) | end_ids(SMOLLM3, tokenizer, template)
         framing = Framing(after_think_open=1, before_think_close=1, after_think_close=2, before_call=1)
         super().__init__(
             SMOLLM3,
             template,
             headers=[HEADER],
-            grammar=TagGrammar(tags | ends, parse_json_call, framing=framing),
-            efforts=qwen3.find_efforts(template),
+            grammar=TagGrammar(tags, parse_json_call, framing=framing),
+            efforts=find_efforts(template),
             supports_tools=self._tools_variable is not None,
         )
 
@@ -87,4 +85,4 @@ def recognises_2(template: ChatTemplate) -> bool:
 
 def recognises_3(template: ChatTemplate) -> bool:
     """Whether the template writes the mode of reasoning, and the vocabulary has the tags."""
-    return template.has_markers(TURN_END, "<think>", "</think>", *CALL_TAGS) and _MODE in template.user_text
+    return template.has_markers(TURN_END, *TAGS) and _MODE in template.user_text

@@ -186,11 +186,12 @@ def test_without_a_name_and_a_template_there_is_no_renderer():
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match=f"renderer must be one of {', '.join(registry.RENDERERS)}, got 'qwen4'"):
+    names = ", ".join(registry.RENDERERS)
+    with pytest.raises(ValueError, match=f"renderer must be one of {names}, got 'qwen4'"):
         registry.build("qwen4", qwen_tokenizer(), template("qwen3"))
 
 
-@pytest.mark.parametrize("name", ["generic", "qwen3", "qwen3_text"])
+@pytest.mark.parametrize("name", [name for name in registry.RENDERERS if name != "role_colon"])
 def test_a_renderer_that_needs_a_template_is_refused_without_one(name):
     with pytest.raises(TemplateRefused, match=f"no chat template, and the renderer '{name}' needs one"):
         registry.build(name, qwen_tokenizer(), None)
