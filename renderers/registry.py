@@ -4,21 +4,42 @@ from importlib import import_module
 from typing import overload
 
 from renderers.base import Renderer
-from renderers.families import glm, gpt_oss, inkling, nemotron3, qwen2_5, qwen3, qwen3_5
+from renderers.families import (
+    gemma3,
+    gemma4,
+    glm,
+    gpt_oss,
+    inkling,
+    llama3,
+    mistral,
+    nemotron3,
+    phi4,
+    qwen2_5,
+    qwen3,
+    qwen3_5,
+    smollm,
+)
 from renderers.markers import Tokenizer, added_tokens
 from renderers.templates.chat_template import ChatTemplate
 
 RENDERERS = {
+    "gemma3": "renderers.families.gemma3:Gemma3Renderer",
+    "gemma4": "renderers.families.gemma4:build",
     "generic": "renderers.families.generic:GenericRenderer",
     "glm": "renderers.families.glm:build",
     "gpt_oss": "renderers.families.gpt_oss:GptOssRenderer",
     "inkling": "renderers.families.inkling:InklingRenderer",
+    "llama3": "renderers.families.llama3:Llama3Renderer",
+    "mistral": "renderers.families.mistral:MistralRenderer",
     "nemotron3": "renderers.families.nemotron3:build",
+    "phi4": "renderers.families.phi4:build",
     "qwen2_5": "renderers.families.qwen2_5:build",
     "qwen3": "renderers.families.qwen3:build",
     "qwen3_5": "renderers.families.qwen3_5:build",
     "qwen3_text": "renderers.families.qwen3:build_text",
     "role_colon": "renderers.families.role_colon:RoleColonRenderer",
+    "smollm2": "renderers.families.smollm:SmolLM2Renderer",
+    "smollm3": "renderers.families.smollm:SmolLM3Renderer",
 }
 
 _RECOGNISERS = {
@@ -26,6 +47,13 @@ _RECOGNISERS = {
     "gpt_oss": gpt_oss.recognises,
     "qwen3": qwen3.recognises,
     "qwen2_5": qwen2_5.recognises,
+    "gemma4": gemma4.recognises,
+    "gemma3": gemma3.recognises,
+    "llama3": llama3.recognises,
+    "mistral": mistral.recognises,
+    "phi4": phi4.recognises,
+    "smollm3": smollm.recognises_3,
+    "smollm2": smollm.recognises_2,
     "nemotron3": nemotron3.recognises,
     "qwen3_5": qwen3_5.recognises,
 }

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from renderers.messages import ToolCall
@@ -54,6 +55,11 @@ def parse_name_and_arguments(text: str) -> ToolCall | None:
         call = parse_object(text)
     except NotAnObject:
         return None
+    return named_call(call)
+
+
+def named_call(call: Mapping[str, Any]) -> ToolCall | None:
+    """As `parse_name_and_arguments`, of the object itself."""
     name, arguments = call.get("name"), call.get("arguments")
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None

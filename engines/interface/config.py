@@ -27,7 +27,13 @@ class EngineOptions:
 
     source: Annotated[Text, Doc("The model: a folder, a `.gguf` file or a hub id.")] = field(kw_only=False)
     revision: Annotated[Text | None, Doc("Branch, tag or commit of a hub id.")] = None
-    trust_remote_code: Annotated[bool, Doc("Whether Python code that comes with the model may run.")] = False
+    trust_remote_code: Annotated[
+        bool,
+        Doc(
+            "Whether Python code that comes with the model may run in its engine. Its tokenizer, template and image "
+            "processor are always data: no code for them runs."
+        ),
+    ] = False
     dtype: Annotated[DType, Doc("Type of weights and activations; `auto`: as stored.")] = "auto"
     context_length: Annotated[
         Count | None, Doc("Longest prompt and reply together, in tokens; null: what the model was made for.")

@@ -5,6 +5,7 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -63,6 +64,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
         check_fit(config.source, folder, loading)
         if config.tensor_parallel == 1:  # else each process' part lies on its device
             model = model.to(device)
+    except UnpicklingError as exc:
+        raise ModelRefused(
+            f"{config.source!r} cannot be loaded: a weight file holds more than tensors, and pickled code is not run."
+        ) from exc
     except (OSError, ValueError, KeyError, SafetensorError) as exc:
         raise ModelRefused(f"{config.source!r} cannot be loaded: {exc}") from exc
     except RuntimeError as exc:  # experts that do not fit together, too little memory
@@ -118,17 +123,37 @@ def _read_config(config: EngineConfig) -> Any:
     try:
         hf_config = AutoConfig.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
-        raise ModelRefused(f"{config.source!r} cannot be loaded: {' '.join(str(exc).split())}") from exc
+        raise ModelRefused(f"{config.source!r} cannot be loaded: {_reason(exc, config)}") from exc
+    if not config.trust_remote_code:
+        check_attention(hf_config)
     check_layer_types(hf_config.get_text_config())
     check_rotation(hf_config.get_text_config(), config.context_length)
     return hf_config
+
+
+def _reason(exc: Exception, config: EngineConfig) -> str:
+    words = " ".join(str(exc).split())
+    if "trust_remote_code" in words and not config.trust_remote_code:
+        return "it needs Python code that comes with it, which runs only with trust_remote_code: true"
+    return words
+
+
+def check_attention(hf_config: Any) -> None:
+    """Raises `ModelRefused` for a model that names a hub's repository as its attention: transformers would run it."""
+    for part in (hf_config, *(getattr(hf_config, name, None) for name in hf_config.sub_configs)):
+        attention = getattr(part, "_attn_implementation", None)
+        if isinstance(attention, str) and "/" in attention:
+            raise ModelRefused(
+                f"attn_implementation in config.json is {attention!r}: code from there runs only with "
+                "trust_remote_code: true."
+            )
 
 
 def _location(config: EngineConfig) -> tuple[str, dict[str, Any]]:
     """Where transformers finds the model, and the options that say which of it."""
     folder, gguf_file = split_gguf(config.source)
     if gguf_file is not None:
-        return folder, {"gguf_file": gguf_file}
+        return folder, {"gguf_file": gguf_file, "trust_remote_code": config.trust_remote_code}
     return folder, {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 

@@ -1,6 +1,6 @@
 """What the families have in common whose replies are made of tagged blocks (see `replies.tags`)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from renderers.base import RenderedPrompt, RenderError, TemplateRefused
 from renderers.efforts import Efforts, check_effort
@@ -12,33 +12,46 @@ from renderers.templates.chat_template import PROBE_USER, ChatTemplate
 class TaggedRenderer:
     """One model, described by what its family knows of it.
 
-    `headers`: after the last of these in a prompt, the reply begins.
+    `headers`: after the last of these in a prompt, the reply begins. `think_tags`: how a prompt spells what opens and
+    what closes reasoning.
     """
 
-    supports_tools = True
     stop_strings: tuple[str, ...] = ()
 
     def __init__(
-        self, name: str, template: ChatTemplate, *, headers: Sequence[str], grammar: TagGrammar, efforts: Efforts
+        self,
+        name: str,
+        template: ChatTemplate,
+        *,
+        headers: Sequence[str],
+        grammar: TagGrammar,
+        efforts: Efforts,
+        supports_tools: bool = True,
+        think_tags: tuple[str, str] = ("<think>", "</think>"),
     ) -> None:
         self.name = name
+        self.supports_tools = supports_tools
         self.stop_token_ids = grammar.end_ids
         self._template = template
         self._headers = headers
         self._grammar = grammar
         self._efforts = efforts
+        self._think_tags = think_tags
 
     def check_effort(self, effort: Effort | None) -> None:
         check_effort(effort, self._efforts)
 
     def render(self, conversation: Conversation) -> RenderedPrompt:
         self.check_effort(conversation.effort)
-        variables = {} if conversation.effort is None else self._efforts[conversation.effort]
-        rendered = self._template.render(conversation, **variables)
+        rendered = self._template.render(conversation, **self.variables(conversation))
         return RenderedPrompt(rendered.token_ids, after_header(rendered.text, self._headers))
 
+    def variables(self, conversation: Conversation) -> Mapping[str, object]:
+        """The template's own arguments."""
+        return {} if conversation.effort is None else self._efforts[conversation.effort]
+
     def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> TagParser:
-        return TagParser(self._grammar, Start.after(prompt.prefill), tools)
+        return TagParser(self._grammar, Start.after(prompt.prefill, *self._think_tags), tools)
 
 
 def needed_template(name: str, template: ChatTemplate | None) -> ChatTemplate:

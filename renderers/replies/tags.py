@@ -41,12 +41,12 @@ class Start(Enum):
     """The prompt holds a closed block: the model must not reason, its reasoning tags are errors."""
 
     @classmethod
-    def after(cls, prefill: str) -> "Start":
+    def after(cls, prefill: str, opening: str = "<think>", closing: str = "</think>") -> "Start":
         """What the prompt has begun of the reply."""
         tag = prefill.rstrip("\n")
-        if tag.endswith("</think>"):
+        if tag.endswith(closing):
             return cls.REASONED
-        if tag.endswith("<think>"):
+        if tag.endswith(opening):
             return cls.REASONING if prefill != tag else cls.REASONING_UNFRAMED
         return cls.TEXT
 
@@ -67,6 +67,8 @@ class Framing:
     before_call: int = 0
     after_call: int = 0
     before_end: int = 0
+    leading_space: bool = False
+    """The format puts a space before the text that a reply begins with; it is dropped."""
 
 
 STRIPPED = Framing(
@@ -100,6 +102,9 @@ class TagGrammar:
 
     `text_in_reasoning`: tags that are ordinary text inside reasoning, not errors. `must_close_reasoning`: reasoning
     that the reply ends in is an error. `calls_come_last`: so is anything after a block of calls.
+
+    `calls_run_on`: a block of calls has no end of its own; the next one or the end of the reply closes it.
+    `reasoning_label`: the word that reasoning begins with, which is not part of it; without it the reply is malformed.
     """
 
     by_id: Mapping[int, Tag]
@@ -109,6 +114,8 @@ class TagGrammar:
     text_in_reasoning: frozenset[Tag] = frozenset()
     must_close_reasoning: bool = False
     calls_come_last: bool = False
+    calls_run_on: bool = False
+    reasoning_label: str = ""
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -145,7 +152,9 @@ class TagParser:
         unframed = start is Start.REASONING_UNFRAMED
         self._newlines_to_skip = grammar.framing.after_think_open if unframed else grammar.framing.at_start
         self._held = ""  # newlines that may belong to the format
-        self._opening = ""  # of the open block of calls: the newlines before it, and its tag
+        self._opening = ""  # of the open block: the newlines before it, its tag, and what there is of its label
+        self._label = ""  # what is yet to come of it
+        self._space_to_skip = grammar.framing.leading_space
         self._block: list[Piece] = []  # what is inside it
         self._end: str | None = None  # the spelling of the end token, if it was the last piece
         self._raw: list[str] = []
@@ -164,6 +173,7 @@ class TagParser:
             tag = None if piece.token_id is None else self._grammar.by_id.get(piece.token_id)
             if tag is Tag.END:
                 self._flush_lines()
+                self._close_run_on()
                 self._end = piece.text
                 continue
             self._raw.append(piece.text)
@@ -178,6 +188,10 @@ class TagParser:
     def finish(self, end: ReplyEnd) -> list[Delta]:
         self._flush_lines()
         ended = end is ReplyEnd.END or self._end is not None
+        if ended:
+            self._close_run_on()
+        if ended and self._label:
+            self._fail("")
         if self._state is _State.CALL:
             self._error(ended)
             self._give_up_block("")
@@ -230,6 +244,10 @@ class TagParser:
                 self._block_text(piece.text)
 
     def _block_text(self, text: str) -> None:
+        if self._label:
+            text = self._after_label(text)
+        if self._space_to_skip:
+            self._space_to_skip, text = False, text.removeprefix(" ")
         framing = self._grammar.framing
         if self._newlines_to_skip:
             rest = text.lstrip(framing.space)
@@ -243,12 +261,27 @@ class TagParser:
             text, self._held = text[:certain_len], text[certain_len:]
         self._emit(text)
 
+    def _after_label(self, text: str) -> str:
+        """What is not part of the label; nothing if the reply turns out to be malformed."""
+        begun = min(len(text), len(self._label))
+        if text[:begun] != self._label[:begun]:
+            self._fail(text)
+            return ""
+        self._opening += text[:begun]
+        self._label = self._label[begun:]
+        return text[begun:]
+
     def _tag(self, tag: Tag, piece: Piece) -> None:
+        if self._label:
+            self._fail(piece.text)
+            return
+        self._space_to_skip = False
         match self._state, tag:
             case _State.RAW, _:
                 self._deltas.text(piece.text)
             case _State.TEXT, Tag.THINK_OPEN if self._may_reason:
                 self._release()
+                self._opening, self._label = piece.text, self._grammar.reasoning_label
                 self._state, self._newlines_to_skip = _State.THINK, self._grammar.framing.after_think_open
             case _State.THINK, Tag.THINK_CLOSE:
                 self._held = ""
@@ -262,8 +295,15 @@ class TagParser:
                 self._block.append(piece)
             case _State.CALL, Tag.CALL_CLOSE:
                 self._close_block(piece.text)
+            case _State.CALL, Tag.CALL_OPEN if self._grammar.calls_run_on:
+                self._close_block("")
+                self._tag(tag, piece)
             case _:
                 self._fail(piece.text)
+
+    def _close_run_on(self) -> None:
+        if self._state is _State.CALL and self._grammar.calls_run_on:
+            self._close_block("")
 
     def _close_block(self, spelling: str) -> None:
         calls = self._grammar.parse_calls(self._block, self._tools)
@@ -293,7 +333,9 @@ class TagParser:
             self._give_up_block("")
         else:
             self._release()
-        self._state = _State.RAW
+        if self._label:
+            spelling = self._opening + spelling
+        self._state, self._label = _State.RAW, ""
         self._deltas.text(spelling)
 
     def _error(self, found: bool) -> None:

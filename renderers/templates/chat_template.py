@@ -89,7 +89,8 @@ class ChatTemplate:
         self._template_with_tools = _compiled(sources["tool_use"]) if "tool_use" in sources else self._template
         self._form = _Form()
         self._form = self._find_form()
-        self.call_text = self._find_call_text()
+        self.user_text = self._text_of(PROBE_USER)
+        self.call_text = self._text_of(PROBE_CALL)
         self.takes_images = self._find_out_about_images()
         self.turn_end_ids = self._find_turn_end()
 
@@ -154,9 +155,9 @@ class ChatTemplate:
                 return form
         return accepted[0][0] if accepted else forms[0]
 
-    def _find_call_text(self) -> str:
-        """What the template makes of a call and its result, which tells families apart; empty if it refuses them."""
-        rendered = self._probe(PROBE_CALL, self._form)
+    def _text_of(self, conversation: Conversation) -> str:
+        """What the template makes of a small conversation, which tells families apart; empty if it refuses it."""
+        rendered = self._probe(conversation, self._form)
         return "" if rendered is None else "".join([rendered.text])
 
     def _find_out_about_images(self) -> bool:
@@ -300,11 +301,12 @@ _ANSWER = "quartz"
 _ANSWERED = Conversation((_user(TextPart("sphinx")), Message(Role.ASSISTANT, (TextPart(_ANSWER),))))
 _CALL_WORDS = ("sphinx", "judge", "onyx", "vow")
 _CALL_PARAMETERS = {"type": "object", "properties": {"stone": {"type": "string", "description": "A stone."}}}
+# Mistral's templates want ids of nine letters and digits.
 PROBE_CALL = Conversation(
     messages=(
         _user(TextPart("sphinx")),
-        Message(Role.ASSISTANT, None, tool_calls=(ToolCall("call_1", "judge", '{"stone": "onyx"}'),)),
-        Message(Role.TOOL, (TextPart("vow"),), tool_call_id="call_1"),
+        Message(Role.ASSISTANT, None, tool_calls=(ToolCall("call00001", "judge", '{"stone": "onyx"}'),)),
+        Message(Role.TOOL, (TextPart("vow"),), tool_call_id="call00001"),
     ),
     tools=(
         Tool(

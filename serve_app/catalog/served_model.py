@@ -96,10 +96,12 @@ def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBas
     path = Path(source)
     try:
         if path.suffix == ".gguf":
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=config.revision or "main")
+            revision = config.revision or "main"
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as exc:
+        _refuse_code(config, source)
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be loaded from {source!r}.") from exc
     if not tokenizer.is_fast:
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} must be a fast tokenizer (tokenizer.json).")
@@ -107,6 +109,16 @@ def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBas
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def _refuse_code(config: ModelConfig, source: str) -> None:
+    """For a tokenizer that did not load. Raises `ConfigRefused` if code of the model would make it."""
+    if "auto_map" in read_json(source, "tokenizer_config.json", config.revision):
+        raise ConfigRefused(
+            f"The tokenizer of the model {config.id!r} needs Python code that comes with the model (auto_map in "
+            f"tokenizer_config.json of {source!r}). No such code is run for a tokenizer: give it a tokenizer.json and "
+            "remove auto_map."
+        )
 
 
 def _token_table(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> TokenTable:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import transformers
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from engines.interface.protocol import BFLOAT16, HostTensor
@@ -95,10 +95,11 @@ def _rounded(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _image_half(source: str, revision: str | None, config: Mapping[str, Any]) -> Any:
     """The model's `Processor` with its image processor and tokenizer only. Raises `ConfigRefused`."""
-    name = _processor_name(source, revision, config)
-    kind: Any = getattr(transformers, name or "", None)
+    kind: Any = _processor_class(_processor_name(source, revision, config))
     if kind is None:
         raise ConfigRefused(f"transformers has no image processor for the model {source!r}.")
+    # What comes with a model is data: a processor or tokenizer of its own code is refused.
+    options: Mapping[str, Any] = {"revision": revision, "trust_remote_code": False}
 
     class ImageHalf(kind):  # type: ignore[misc]
         """Loads two of the parts; the others stay None."""
@@ -106,8 +107,8 @@ def _image_half(source: str, revision: str | None, config: Mapping[str, Any]) ->
         @classmethod
         def _get_arguments_from_pretrained(cls, source: str, processor_dict: Any = None, **_: Any) -> list[Any]:
             parts = {
-                "image_processor": lambda: AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil"),
-                "tokenizer": lambda: AutoTokenizer.from_pretrained(source, revision=revision),
+                "image_processor": lambda: AutoImageProcessor.from_pretrained(source, backend="pil", **options),
+                "tokenizer": lambda: AutoTokenizer.from_pretrained(source, **options),
             }
             return [parts[part]() if part in parts else None for part in kind.get_attributes()]
 
@@ -115,9 +116,15 @@ def _image_half(source: str, revision: str | None, config: Mapping[str, Any]) ->
             return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
 
     try:
-        return ImageHalf.from_pretrained(source, revision=revision)
+        return ImageHalf.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as exc:
         raise ConfigRefused(f"The image processor of the model {source!r} cannot be loaded: {exc}") from exc
+
+
+def _processor_class(name: str | None) -> Any:
+    """The processor of transformers with this name; None if the name, which the model's files give, is another's."""
+    kind = getattr(transformers, name or "", None)
+    return kind if isinstance(kind, type) and issubclass(kind, ProcessorMixin) else None
 
 
 def _processor_name(source: str, revision: str | None, config: Mapping[str, Any]) -> str | None:

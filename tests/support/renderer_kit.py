@@ -40,12 +40,14 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
-def family_tokenizer(special: Sequence[str], markers: Sequence[str] = (), *, eos: str) -> PreTrainedTokenizerFast:
+def family_tokenizer(
+    special: Sequence[str], markers: Sequence[str] = (), *, eos: str, bos: str | None = None
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE with the special tokens of a family, and its markers that are not special."""
     backend = _byte_level_backend()
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in markers])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token=bos)
 
 
 @cache

@@ -1,5 +1,6 @@
 """Models from folders and GGUF files."""
 
+import io
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ from tests.support.engines.engine_harness import (
     reference_logits,
     request,
 )
+from tests.support.files.hostile_model import AUTO_MAP, CODE, Trap
 from tests.support.files.tiny_gguf import write_gguf
 
 
@@ -173,3 +175,52 @@ def test_rotations_that_depend_on_the_length_are_served_up_to_where_they_begin_t
     for made, result in zip(asked, found, strict=True):
         expected = torch.log_softmax(reference_logits(model, made.prompt_token_ids)[-1], dim=-1)
         assert result.logprobs[0].logprob == pytest.approx(float(expected.max()), abs=1e-4)
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trap:
+    """A model's folder; transformers asks a terminal whether to run code, and this one says yes."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    return Trap(shutil.copytree(model_folder("llama"), tmp_path / "model"))
+
+
+def test_where_transformers_has_the_architecture_the_model_s_code_for_it_is_left_aside(
+    trap: Trap, tmp_path: Path
+) -> None:
+    trap.edit("config.json", auto_map=AUTO_MAP)
+    trap.edit("generation_config.json", custom_generate="./")
+    load_model(engine_config(source=str(tmp_path / "model")))
+    assert not trap.sprung
+
+
+@pytest.mark.parametrize("auto_map", [AUTO_MAP, {"AutoConfig": f"other/repository--{CODE}"}])
+def test_a_model_of_its_own_code_is_refused(trap: Trap, tmp_path: Path, auto_map: object) -> None:
+    trap.edit("config.json", model_type="evil", auto_map=auto_map)
+    with pytest.raises(ModelRefused) as error:
+        load_model(engine_config(source=str(tmp_path / "model")))
+    assert str(error.value) == (
+        f"{str(tmp_path / 'model')!r} cannot be loaded: it needs Python code that comes with it, which runs only with "
+        "trust_remote_code: true"
+    )
+    assert not trap.sprung
+
+
+def test_the_code_runs_if_the_model_s_arguments_say_so(trap: Trap, tmp_path: Path) -> None:
+    trap.edit("config.json", model_type="evil", auto_map=AUTO_MAP)
+    with pytest.raises(AttributeError, match="Evil"):
+        load_model(engine_config(source=str(tmp_path / "model"), trust_remote_code=True))
+    assert trap.sprung
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_an_attention_from_a_hub_is_refused(field: str, trap: Trap, tmp_path: Path) -> None:
+    trap.edit("config.json", **{field: "evil/attention"})
+    with pytest.raises(ModelRefused, match=r"attn_implementation in config\.json is 'evil/attention': code from there"):
+        load_model(engine_config(source=str(tmp_path / "model")))
+
+
+def test_pickled_code_among_the_weights_is_refused(trap: Trap, tmp_path: Path) -> None:
+    trap.pickle_weights()
+    with pytest.raises(ModelRefused, match="a weight file holds more than tensors, and pickled code is not run"):
+        load_model(engine_config(source=str(tmp_path / "model")))
+    assert not trap.sprung

@@ -96,6 +96,10 @@ class Case:
     """Text without any marker is not in the format."""
     one_call_a_turn: bool = False
     """The template takes one call a turn, and beside it reasoning or text but not both."""
+    takes_empty_texts: bool = True
+    """Whether an assistant's turn may be empty."""
+    call_ids: str = "call_{}"
+    """What ids look like in a random conversation."""
 
     def _repr_pretty_(self, printer, cycle) -> None:
         """In hypothesis's reports."""
@@ -157,6 +161,7 @@ CALLS = st.lists(st.tuples(st.just("forecast"), ARGUMENTS) | st.just(("now", {})
 @st.composite
 def conversations(draw, case: Case, text=TEXT):
     """A conversation with every field in which text travels."""
+    answers = text if case.takes_empty_texts else text.filter(bool)
     messages = [system(draw(text))] if case.takes_system and draw(st.booleans()) else []
     tools = TOOLS if case.template_takes_tools and draw(st.booleans()) else ()
     for turn in range(draw(st.integers(0, 2))):
@@ -164,7 +169,7 @@ def conversations(draw, case: Case, text=TEXT):
         if case.template_takes_tools and draw(st.booleans()):
             messages += _tool_loop(draw, case, text, turn)
         if case.alternates or draw(st.booleans()):
-            messages.append(assistant(draw(text), reasoning=draw(st.none() | text)))
+            messages.append(assistant(draw(answers), reasoning=draw(st.none() | text)))
     messages.append(user(draw(text)))
     if case.template_takes_tools and draw(st.booleans()):
         messages += _tool_loop(draw, case, text, 9)
@@ -174,7 +179,9 @@ def conversations(draw, case: Case, text=TEXT):
 def _tool_loop(draw, case: Case, text, turn: int) -> list[Message]:
     arguments = st.dictionaries(text.filter(bool), text | st.none() | st.integers() | st.booleans(), max_size=2)
     calls = [
-        ToolCall(f"call_{turn}{index}", draw(st.sampled_from(["forecast", "now"])), dump(draw(arguments)))
+        ToolCall(
+            case.call_ids.format(f"{turn}{index}"), draw(st.sampled_from(["forecast", "now"])), dump(draw(arguments))
+        )
         for index in range(draw(st.integers(1, 1 if case.one_call_a_turn else 2)))
     ]
     reasoning = draw(st.none() | text)

@@ -1,5 +1,7 @@
 """What the model's own processor of transformers makes of an image, without the parts that need torchvision."""
 
+import io
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from serve_app.base.errors import ConfigRefused
 from serve_app.images.decode import ImageRefused
 from serve_app.images.prepared import PreparedImage
 from serve_app.images.processor import ModelProcessor
+from tests.support.files.hostile_model import AUTO_MAP, Trap
 from tests.support.files.tiny_tokenizer import save_model_folder
 from tests.support.readme_blocks import ROOT
 
@@ -81,3 +84,32 @@ def test_a_model_without_an_image_processor_is_refused(tmp_path: Path) -> None:
         ModelProcessor(str(folder))
     with pytest.raises(ConfigRefused, match="cannot be found"):
         ModelProcessor(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json", "processor_config.json"])
+def test_no_code_that_comes_with_a_model_is_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))  # to whoever asks whether to run it
+    trap = Trap(shutil.copytree(LLAVA, tmp_path / "llava"))
+    trap.edit("tokenizer_config.json", auto_map=AUTO_MAP)
+    trap.edit(file, auto_map=AUTO_MAP)
+    assert ModelProcessor(str(tmp_path / "llava")).frame == ModelProcessor(LLAVA).frame
+    assert not trap.sprung
+
+
+@pytest.mark.parametrize("name", ["Evil", "AutoModelForCausalLM", "pipeline", "utils", "PreTrainedModel", "__doc__"])
+def test_a_processor_class_that_is_no_processor_of_transformers_is_refused(name: str, tmp_path: Path) -> None:
+    trap = Trap(shutil.copytree(LLAVA, tmp_path / "llava"))
+    trap.edit("processor_config.json", processor_class=name, auto_map=AUTO_MAP)
+    with pytest.raises(ConfigRefused, match="transformers has no image processor for the model"):
+        ModelProcessor(str(tmp_path / "llava"))
+    assert not trap.sprung
+
+
+def test_an_image_processor_of_the_model_s_own_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    trap = Trap(shutil.copytree(LLAVA, tmp_path / "llava"))
+    trap.edit("config.json", model_type="evil", auto_map=AUTO_MAP)
+    trap.edit("processor_config.json", image_processor={"image_processor_type": "Evil", "auto_map": AUTO_MAP})
+    with pytest.raises(ConfigRefused, match=r"The image processor of the model .* cannot be loaded"):
+        ModelProcessor(str(tmp_path / "llava"))
+    assert not trap.sprung
