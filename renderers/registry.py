@@ -4,18 +4,22 @@ from importlib import import_module
 from typing import overload
 
 from renderers.base import Renderer
-from renderers.families import qwen3
+from renderers.families import qwen2_5, qwen3
 from renderers.markers import Tokenizer
 from renderers.templates.chat_template import ChatTemplate
 
 RENDERERS = {
     "generic": "renderers.families.generic:GenericRenderer",
-    "qwen3": "renderers.families.qwen3:Qwen3Renderer",
-    "qwen3_text": "renderers.families.qwen3:Qwen3TextRenderer",
+    "qwen2_5": "renderers.families.qwen2_5:build",
+    "qwen3": "renderers.families.qwen3:build",
+    "qwen3_text": "renderers.families.qwen3:build_text",
     "role_colon": "renderers.families.role_colon:RoleColonRenderer",
 }
 
-_RECOGNISERS = {"qwen3": qwen3.recognises}
+_RECOGNISERS = {
+    "qwen3": qwen3.recognises,
+    "qwen2_5": qwen2_5.recognises,
+}
 """Tried in this order. The generic renderer serves a model that none of them recognises."""
 
 

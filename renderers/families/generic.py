@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from renderers.base import RenderedPrompt, RenderError, ReplyEnd, TemplateRefused
+from renderers.base import RenderedPrompt, ReplyEnd
 from renderers.deltas import Delta, Piece, TextDelta
+from renderers.efforts import refuse_effort
+from renderers.families.tagged import known_ids, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation, Effort, Tool
 from renderers.templates.chat_template import ChatTemplate
@@ -17,10 +19,8 @@ class GenericRenderer:
     stop_strings: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        if template is None:
-            raise TemplateRefused(f"The model has no chat template, and the renderer {self.name!r} needs one.")
-        self._template = template
-        self.stop_token_ids = template.turn_end_ids | _ids(tokenizer.eos_token_id)
+        self._template = needed_template(self.name, template)
+        self.stop_token_ids = self._template.turn_end_ids | known_ids(tokenizer.eos_token_id)
 
     def check_effort(self, effort: Effort | None) -> None:
         refuse_effort(effort)
@@ -77,15 +77,3 @@ class PlainParser:
         elif text:
             text, self._held = "", text
         return text
-
-
-def refuse_effort(effort: Effort | None) -> None:
-    """For models without a switch for reasoning. Raises `RenderError`."""
-    if effort is not None:
-        raise RenderError(
-            f"reasoning_effort must be left out: this model does not reason, got {effort!r}.", "reasoning_effort"
-        )
-
-
-def _ids(token_id: int | None) -> frozenset[int]:
-    return frozenset() if token_id is None else frozenset((token_id,))

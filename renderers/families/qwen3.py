@@ -5,102 +5,58 @@ The template tells what a model can do. If it closes the think block when thinki
 hybrid. If it opens the block, the model always reasons. Otherwise it never does.
 """
 
-from collections.abc import Sequence
-
-from renderers.base import RenderedPrompt, RenderError, TemplateRefused
-from renderers.families.generic import refuse_effort
+from renderers.base import TemplateRefused
+from renderers.efforts import Efforts, switch
+from renderers.families.qwen2_5 import CALL_FORM, CALL_TAGS, HEADER, TURN_END, end_ids
+from renderers.families.tagged import TaggedRenderer, find_start, needed_template
 from renderers.markers import Tokenizer
-from renderers.messages import Conversation, Effort, Tool
-from renderers.replies.tags import Start, Tag, TagGrammar, TagParser
-from renderers.templates.chat_template import PROBE_CALL, PROBE_USER, ChatTemplate
-from renderers.tools import parse_name_and_arguments
+from renderers.replies.json_calls import parse_json_call
+from renderers.replies.tags import Framing, Start, Tag, TagGrammar, TextTag
+from renderers.templates.chat_template import ChatTemplate
 
-_THINK = {"<think>": Tag.THINK_OPEN, "</think>": Tag.THINK_CLOSE}
-_CALL = {"<tool_call>": Tag.CALL_OPEN, "</tool_call>": Tag.CALL_CLOSE}
-_TURN_END = "<|im_end|>"
-_TEXT_END = "<|endoftext|>"
-_HEADER = "<|im_start|>assistant\n"
-
-
-class Qwen3Renderer:
-    """The tags are markers of the vocabulary. A model without the think tags (Qwen2.5) never reasons."""
-
-    name = "qwen3"
-    supports_tools = True
-    stop_strings: tuple[str, ...] = ()
-
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        if template is None:
-            raise TemplateRefused(f"The model has no chat template, and the renderer {self.name!r} needs one.")
-        self._template = template
-        end = template.added.id_of(_TURN_END)
-        if end is None:
-            raise TemplateRefused(f"The renderer {self.name!r} needs the special token {_TURN_END!r}.")
-        ends = (end, template.added.id_of(_TEXT_END), tokenizer.eos_token_id)
-        self.stop_token_ids = frozenset(token_id for token_id in ends if token_id is not None)
-        self._grammar = self._make_grammar()
-        self._efforts = self._find_efforts()
-
-    def _make_grammar(self) -> TagGrammar:
-        ids = {spelling: self._template.added.id_of(spelling) for spelling in _THINK | _CALL}
-        missing = [spelling for spelling in _CALL if ids[spelling] is None]
-        if missing:
-            raise TemplateRefused(
-                f"The renderer {self.name!r} needs the token {missing[0]!r}; "
-                f"{Qwen3TextRenderer.name!r} finds it in ordinary text."
-            )
-        by_id = {token_id: (_THINK | _CALL)[spelling] for spelling, token_id in ids.items() if token_id is not None}
-        return TagGrammar(by_id | dict.fromkeys(self.stop_token_ids, Tag.END), {}, parse_name_and_arguments)
-
-    def _find_efforts(self) -> tuple[Effort, ...]:
-        by_default = self._start(self._prefill())
-        switched_off = self._start(self._prefill(enable_thinking=False))
-        if switched_off is Start.REASONED and by_default is not Start.REASONED:
-            return (True, False, "none")
-        return () if by_default in (Start.TEXT, Start.REASONED) else (True,)
-
-    def _prefill(self, **variables: object) -> str:
-        try:
-            return _after_header(self._template.render(PROBE_USER, **variables).text)
-        except RenderError:
-            return ""
-
-    def check_effort(self, effort: Effort | None) -> None:
-        if not self._efforts:
-            refuse_effort(effort)
-        # 1 equals True in Python, and is not accepted for it.
-        elif effort is not None and not any(type(effort) is type(known) and effort == known for known in self._efforts):
-            accepted = ", ".join("none" if known == "none" else str(known).lower() for known in self._efforts)
-            raise RenderError(f"reasoning_effort: this model takes {accepted}, got {effort!r}.", "reasoning_effort")
-
-    def render(self, conversation: Conversation) -> RenderedPrompt:
-        self.check_effort(conversation.effort)
-        variables: dict[str, object] = {}
-        if conversation.effort is not None:
-            variables["enable_thinking"] = conversation.effort is True
-        rendered = self._template.render(conversation, **variables)
-        return RenderedPrompt(rendered.token_ids, _after_header(rendered.text))
-
-    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> TagParser:
-        return TagParser(self._grammar, self._start(prompt.prefill))
-
-    @staticmethod
-    def _start(prefill: str) -> Start:
-        tag = prefill.rstrip("\n")
-        if tag.endswith("</think>"):
-            return Start.REASONED
-        if tag.endswith("<think>"):
-            return Start.REASONING if prefill != tag else Start.REASONING_UNFRAMED
-        return Start.TEXT
+NAME = "qwen3"
+TEXT_NAME = "qwen3_text"
+TAGS = {"<think>": Tag.THINK_OPEN, "</think>": Tag.THINK_CLOSE, **CALL_TAGS}
+_FRAMING = Framing(after_think_open=1, before_think_close=1, after_think_close=2, before_call=1)
+_TEXT_TAGS = {
+    "<think>": TextTag(Tag.THINK_OPEN, followed_by="\n"),
+    "</think>": TextTag(Tag.THINK_CLOSE, followed_by="\n"),
+    "<tool_call>": TextTag(Tag.CALL_OPEN, followed_by="\n{"),
+    "</tool_call>": TextTag(Tag.CALL_CLOSE, followed_by=""),
+}
 
 
-class Qwen3TextRenderer(Qwen3Renderer):
-    """The same format from a model whose vocabulary lacks the tags: they are characters in ordinary text."""
+def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
+    """The tags are markers of the vocabulary; without those of reasoning a model never reasons. Raises
+    `TemplateRefused`.
+    """
+    template = needed_template(NAME, template)
+    tags = {token_id: tag for spelling, tag in TAGS.items() if (token_id := template.added.id_of(spelling)) is not None}
+    ends = dict.fromkeys(end_ids(NAME, tokenizer, template), Tag.END)
+    missing = next((spelling for spelling in CALL_TAGS if template.added.id_of(spelling) is None), None)
+    if missing is not None:
+        raise TemplateRefused(
+            f"The renderer {NAME!r} needs the token {missing!r}; {TEXT_NAME!r} finds it in ordinary text."
+        )
+    grammar = TagGrammar(tags | ends, parse_json_call, framing=_FRAMING)
+    return TaggedRenderer(NAME, template, headers=[HEADER], grammar=grammar, efforts=find_efforts(template))
 
-    name = "qwen3_text"
 
-    def _make_grammar(self) -> TagGrammar:
-        return TagGrammar(dict.fromkeys(self.stop_token_ids, Tag.END), _THINK | _CALL, parse_name_and_arguments)
+def build_text(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
+    """The same format from a model whose vocabulary lacks the tags. Raises `TemplateRefused`."""
+    template = needed_template(TEXT_NAME, template)
+    ends = dict.fromkeys(end_ids(TEXT_NAME, tokenizer, template), Tag.END)
+    grammar = TagGrammar(ends, parse_json_call, by_text=_TEXT_TAGS, framing=_FRAMING)
+    return TaggedRenderer(TEXT_NAME, template, headers=[HEADER], grammar=grammar, efforts=find_efforts(template))
+
+
+def find_efforts(template: ChatTemplate) -> Efforts:
+    """What the template does with `enable_thinking`."""
+    switched_on = find_start(template, [HEADER], enable_thinking=True)
+    switched_off = find_start(template, [HEADER], enable_thinking=False)
+    if switched_on is not switched_off:
+        return switch("enable_thinking")
+    return {True: {}} if switched_on is not Start.TEXT else {}
 
 
 def recognises(template: ChatTemplate) -> bool:
@@ -108,15 +64,4 @@ def recognises(template: ChatTemplate) -> bool:
 
     (Qwen3.5 has the same tokens and another form.)
     """
-    if any(template.added.id_of(token) is None for token in (_TURN_END, *_CALL)):
-        return False
-    try:
-        text = template.render(PROBE_CALL).text
-    except RenderError:
-        return False
-    return '<tool_call>\n{"name": "judge", "arguments": {"stone": "onyx"}}\n</tool_call>' in text
-
-
-def _after_header(text: str) -> str:
-    """The text with which the prompt already starts the assistant's reply."""
-    return text[text.rindex(_HEADER) + len(_HEADER) :] if _HEADER in text else ""
+    return template.has_markers(TURN_END, *TAGS) and CALL_FORM in template.call_text

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from renderers.base import RenderedPrompt, RenderError
-from renderers.families.generic import PlainParser, refuse_effort
+from renderers.efforts import refuse_effort
+from renderers.families.generic import PlainParser
 from renderers.markers import Tokenizer, added_tokens
 from renderers.messages import Conversation, Effort, Message, Role, TextPart, Tool
 from renderers.templates.chat_template import ChatTemplate

@@ -1,25 +1,30 @@
 """Replies made of tagged blocks, `<think>…</think>` and `<tool_call>…</tool_call>`: a strict, incremental parser.
 
-The tags are markers of the vocabulary, or characters of the text for models whose vocabulary has none. The newlines
-that the format puts around the blocks are not content: one after `<think>` and one before `</think>`, two after
-`</think>`, one before `<tool_call>`. A trailing newline is held back until the next text shows whether it is one of
-these.
+The tags are markers of the vocabulary: only the tokens count, the same characters are text. A model whose vocabulary
+has none spells them in ordinary text. There they count only where the format puts them (see `tag_lines`): reasoning at
+the beginning of a reply, calls after it, each tag at the beginning of a line. All else is text, and no error.
+
+A call of a function that was not declared is text in either case, and no error: the reply goes on after it.
 """
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TypeAlias
 
 from renderers.base import ReplyEnd
-from renderers.deltas import Delta, Piece, ReasoningDelta, TextDelta, ToolCallDelta
-from renderers.messages import ToolCall
+from renderers.deltas import Delta, Piece
+from renderers.messages import Tool, ToolCall
+from renderers.replies.delta_builder import DeltaBuilder
+from renderers.replies.tag_lines import TagLines
 
 
 class Tag(Enum):
     THINK_OPEN = auto()
     THINK_CLOSE = auto()
     CALL_OPEN = auto()
+    CALL_PART = auto()
+    """A marker inside a block of calls; an error elsewhere."""
     CALL_CLOSE = auto()
     END = auto()
 
@@ -34,42 +39,97 @@ class Start(Enum):
     REASONED = auto()
     """The prompt holds a closed block: the model must not reason, its reasoning tags are errors."""
 
+    @classmethod
+    def after(cls, prefill: str) -> "Start":
+        """What the prompt has begun of the reply."""
+        tag = prefill.rstrip("\n")
+        if tag.endswith("</think>"):
+            return cls.REASONED
+        if tag.endswith("<think>"):
+            return cls.REASONING if prefill != tag else cls.REASONING_UNFRAMED
+        return cls.TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How many newlines the format puts around the blocks. So many are dropped where they are, fewer where they are
+    not. A trailing newline is held back until the next text shows whether it is one of these.
+    """
+
+    after_think_open: int = 0
+    before_think_close: int = 0
+    after_think_close: int = 0
+    before_call: int = 0
+    after_call: int = 0
+
+
+ParseCalls: TypeAlias = Callable[[Sequence[Piece], Mapping[str, Tool]], Sequence[ToolCall] | None]
+"""Makes calls of the pieces inside a block, or returns None if they are not in the format. The tools are by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTag:
+    """A tag that is spelled in ordinary text, and what the format puts behind it."""
+
+    tag: Tag
+    followed_by: str
+
 
 @dataclass(frozen=True, slots=True)
 class TagGrammar:
-    """`by_id`: the tags that are markers. `by_text`: the tags that are spelled in ordinary text.
+    """`by_id`: the tags that are markers. `by_text`: those of a model whose vocabulary has none, by spelling.
 
-    `parse_call` makes a call of the text inside a call's tags, or returns None.
+    `text_in_reasoning`: tags that are ordinary text inside reasoning, not errors. `must_close_reasoning`: reasoning
+    that the reply ends in is an error. `calls_come_last`: so is anything after a block of calls.
     """
 
     by_id: Mapping[int, Tag]
-    by_text: Mapping[str, Tag]
-    parse_call: Callable[[str], ToolCall | None]
+    parse_calls: ParseCalls
+    by_text: Mapping[str, TextTag] = field(default_factory=dict)
+    framing: Framing = Framing()
+    text_in_reasoning: frozenset[Tag] = frozenset()
+    must_close_reasoning: bool = False
+    calls_come_last: bool = False
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        return frozenset(token_id for token_id, tag in self.by_id.items() if tag is Tag.END)
 
 
 class _State(Enum):
     TEXT = auto()
     THINK = auto()
     CALL = auto()
+    CALLED = auto()
+    """After a block of calls that must come last."""
     RAW = auto()
+
+
+_NEXT_TAGS = {
+    _State.TEXT: frozenset((Tag.THINK_OPEN, Tag.CALL_OPEN)),
+    _State.THINK: frozenset((Tag.THINK_CLOSE,)),
+    _State.CALL: frozenset((Tag.CALL_CLOSE,)),
+}
 
 
 class TagParser:
     """Parses one reply; see `ReplyParser`."""
 
-    def __init__(self, grammar: TagGrammar, start: Start) -> None:
+    def __init__(self, grammar: TagGrammar, start: Start, tools: Sequence[Tool]) -> None:
         self.malformed = False
         self._grammar = grammar
-        self._finder = _TagFinder(grammar.by_text) if grammar.by_text else None
+        self._tools = {tool.name: tool for tool in tools}
+        self._lines = _tag_lines(grammar.by_text) if grammar.by_text else None
         self._may_reason = start is not Start.REASONED
         reasoning = start in (Start.REASONING, Start.REASONING_UNFRAMED)
         self._state = _State.THINK if reasoning else _State.TEXT
-        self._newlines_to_skip = 1 if start is Start.REASONING_UNFRAMED else 0
-        self._held = ""  # a newline that may belong to the format
-        self._call: list[str] = []  # the open call: the newline before it, its tag, and what is inside
+        self._newlines_to_skip = grammar.framing.after_think_open if start is Start.REASONING_UNFRAMED else 0
+        self._held = ""  # newlines that may belong to the format
+        self._opening = ""  # of the open block of calls: the newlines before it, and its tag
+        self._block: list[Piece] = []  # what is inside it
         self._end: str | None = None  # the spelling of the end token, if it was the last piece
         self._raw: list[str] = []
-        self._deltas = _Deltas()
+        self._deltas = DeltaBuilder()
 
     @property
     def raw_text(self) -> str:
@@ -81,65 +141,71 @@ class TagParser:
                 end, self._end = self._end, None
                 self._raw.append(end)
                 self._fail(end)
-            if piece.token_id is None:
-                self._raw.append(piece.text)
-                self._text(piece.text)
+            tag = None if piece.token_id is None else self._grammar.by_id.get(piece.token_id)
+            if tag is Tag.END:
+                self._flush_lines()
+                self._end = piece.text
+                continue
+            self._raw.append(piece.text)
+            if tag is not None:
+                self._tag(tag, piece)
+            elif self._lines is not None:
+                self._text_with_lines(self._lines, piece.text)
             else:
-                self._marker(piece.text, self._grammar.by_id.get(piece.token_id))
+                self._characters(piece)
         return self._deltas.take()
 
     def finish(self, end: ReplyEnd) -> list[Delta]:
-        self._flush_finder()
+        self._flush_lines()
         ended = end is ReplyEnd.END or self._end is not None
         if self._state is _State.CALL:
-            self.malformed = ended
-            self._deltas.text("".join(self._call))
+            self._error(ended)
+            self._give_up_block("")
         else:
+            self._error(ended and self._state is _State.THINK and self._grammar.must_close_reasoning)
             self._release()
         if not self._raw and ended:
             self.malformed = True
         return self._deltas.take()
 
-    def _marker(self, spelling: str, tag: Tag | None) -> None:
-        self._flush_finder()
-        if tag is Tag.END:
-            self._end = spelling
-            return
-        self._raw.append(spelling)
-        if tag is None:
-            self._characters(spelling)
-        else:
-            self._tag(tag, spelling)
-
-    def _text(self, text: str) -> None:
-        """Ordinary text, which may have tags in it."""
-        finder = self._finder
-        if finder is None:
-            self._characters(text)
-            return
-        finder.add(text)
-        while self._state is not _State.RAW:
-            before, tag, spelling = finder.next(in_call=self._state is _State.CALL)
-            self._characters(before)
-            if tag is None:
-                return
-            self._tag(tag, spelling)
-        self._flush_finder()
-
-    def _flush_finder(self) -> None:
-        if self._finder is not None:
-            self._characters(self._finder.flush())
-
-    def _characters(self, text: str) -> None:
-        """Ordinary text without tags."""
-        if not text:
-            return
+    def _text_with_lines(self, lines: TagLines, text: str) -> None:
         if self._state is _State.RAW:
             self._deltas.text(text)
-        elif self._state is _State.CALL:
-            self._call.append(text)
-        else:
-            self._block_text(text)
+            return
+        lines.add(text)
+        tag = text
+        while tag:
+            before, tag = lines.next(self._tags_next())
+            self._line(before, tag)
+
+    def _flush_lines(self) -> None:
+        if self._lines is not None:
+            self._line(*self._lines.flush(self._tags_next()))
+
+    def _line(self, before: str, tag: str) -> None:
+        if before:
+            self._characters(Piece(before))
+        if tag:
+            self._tag(self._grammar.by_text[tag].tag, Piece(tag))
+
+    def _tags_next(self) -> list[str]:
+        """The tags of the text that the format allows here."""
+        next_tags = _NEXT_TAGS.get(self._state, frozenset())
+        if not self._may_reason:
+            next_tags -= {Tag.THINK_OPEN}
+        return [spelling for spelling, text_tag in self._grammar.by_text.items() if text_tag.tag in next_tags]
+
+    def _characters(self, piece: Piece) -> None:
+        """Ordinary text, or a marker that is no tag."""
+        match self._state:
+            case _State.RAW:
+                self._deltas.text(piece.text)
+            case _State.CALL:
+                self._block.append(piece)
+            case _State.CALLED:
+                self._fail(piece.text)
+            case _:
+                self._block_text(piece.text)
 
     def _block_text(self, text: str) -> None:
         if self._newlines_to_skip:
@@ -148,46 +214,69 @@ class TagParser:
             text = text[skipped:]
             self._newlines_to_skip = 0 if text else self._newlines_to_skip - skipped
         if self._held or text.endswith("\n"):
+            framing = self._grammar.framing
+            most = framing.before_think_close if self._state is _State.THINK else framing.before_call
             text = self._held + text
-            self._held = "\n" if text.endswith("\n") else ""
-            text = text.removesuffix("\n")
+            certain_len = max(len(text.rstrip("\n")), len(text) - most)
+            text, self._held = text[:certain_len], text[certain_len:]
         self._emit(text)
 
-    def _tag(self, tag: Tag, spelling: str) -> None:
+    def _tag(self, tag: Tag, piece: Piece) -> None:
         match self._state, tag:
             case _State.RAW, _:
-                self._deltas.text(spelling)
+                self._deltas.text(piece.text)
             case _State.TEXT, Tag.THINK_OPEN if self._may_reason:
                 self._release()
-                self._state, self._newlines_to_skip = _State.THINK, 1
+                self._state, self._newlines_to_skip = _State.THINK, self._grammar.framing.after_think_open
             case _State.THINK, Tag.THINK_CLOSE:
                 self._held = ""
-                self._state, self._newlines_to_skip = _State.TEXT, 2
+                self._state, self._newlines_to_skip = _State.TEXT, self._grammar.framing.after_think_close
+            case _State.THINK, _ if tag in self._grammar.text_in_reasoning:
+                self._block_text(piece.text)
             case _State.TEXT, Tag.CALL_OPEN:
-                self._call, self._held = [self._held, spelling], ""
+                self._opening, self._held = self._held + piece.text, ""
                 self._state = _State.CALL
+            case _State.CALL, Tag.CALL_PART:
+                self._block.append(piece)
             case _State.CALL, Tag.CALL_CLOSE:
-                self._close_call(spelling)
+                self._close_block(piece.text)
             case _:
-                self._fail(spelling)
+                self._fail(piece.text)
 
-    def _close_call(self, spelling: str) -> None:
-        call = self._grammar.parse_call("".join(self._call[2:]))
-        if call is None:
+    def _close_block(self, spelling: str) -> None:
+        calls = self._grammar.parse_calls(self._block, self._tools)
+        if calls is None and self._lines is None:
             self._fail(spelling)
             return
-        self._deltas.call(call)
-        self._call = []
-        self._state, self._newlines_to_skip = _State.TEXT, 0
+        self._state = _State.TEXT
+        if calls is None or any(call.name not in self._tools for call in calls):
+            self._give_up_block(spelling)
+            return
+        for call in calls:
+            self._deltas.call(call)
+        self._block = []
+        self._newlines_to_skip = self._grammar.framing.after_call
+        if self._grammar.calls_come_last:
+            self._state = _State.CALLED
+
+    def _give_up_block(self, spelling: str) -> None:
+        """The open block is text, and so is the tag that closed it."""
+        self._deltas.text(self._opening + "".join(piece.text for piece in self._block) + spelling)
+        self._block = []
 
     def _fail(self, spelling: str) -> None:
-        """Treat everything from here on as text: the open call that was held back, `spelling`, and all that follows."""
+        """All from here on is text: the open block that was held back, `spelling`, and what follows."""
         self.malformed = True
-        if self._state is not _State.CALL:
+        if self._state is _State.CALL:
+            self._give_up_block("")
+        else:
             self._release()
         self._state = _State.RAW
-        self._deltas.text("".join(self._call) + spelling)
-        self._call = []
+        self._deltas.text(spelling)
+
+    def _error(self, found: bool) -> None:
+        """Where tags are text, a reply without an end is no error: it may speak of tags."""
+        self.malformed = self.malformed or (found and self._lines is None)
 
     def _release(self) -> None:
         """The text that was held back is not part of the format: emit it."""
@@ -201,81 +290,8 @@ class TagParser:
             self._deltas.text(text)
 
 
-@dataclass(slots=True)
-class _Deltas:
-    """Deltas being built: neighbours of one kind are joined."""
-
-    _done: list[Delta] = field(default_factory=list)
-    _kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
-    _parts: list[str] = field(default_factory=list)
-
-    def text(self, text: str) -> None:
-        self._add(TextDelta, text)
-
-    def reasoning(self, text: str) -> None:
-        self._add(ReasoningDelta, text)
-
-    def call(self, call: ToolCall) -> None:
-        self._close()
-        self._done.append(ToolCallDelta(call))
-
-    def take(self) -> list[Delta]:
-        self._close()
-        done, self._done = self._done, []
-        return done
-
-    def _add(self, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> None:
-        if not text:
-            return
-        if kind is not self._kind:
-            self._close()
-            self._kind = kind
-        self._parts.append(text)
-
-    def _close(self) -> None:
-        if self._parts:
-            self._done.append(self._kind("".join(self._parts)))
-            self._parts = []
-
-
-class _TagFinder:
-    """Finds tags that are spelled in ordinary text, across pieces. All tags begin with the same character."""
-
-    def __init__(self, tags: Mapping[str, Tag]) -> None:
-        self._tags = tags
-        self._everywhere = _any_of(tags)
-        # Inside a call only its end is looked for: the arguments may speak of tags.
-        self._closing = [spelling for spelling, tag in tags.items() if tag is Tag.CALL_CLOSE]
-        self._in_call = _any_of(self._closing)
-        self._text = ""
-        self._read = 0  # how much of it has been handed out
-
-    def add(self, text: str) -> None:
-        self._text = self._text[self._read :] + text
-        self._read = 0
-
-    def next(self, *, in_call: bool) -> tuple[str, Tag | None, str]:
-        """The text before the next tag, and the tag; without one, the text that cannot be the beginning of a tag."""
-        found = (self._in_call if in_call else self._everywhere).search(self._text, self._read)
-        if found is None:
-            return self._take(self._certain_end(self._closing if in_call else self._tags)), None, ""
-        before = self._take(found.start())
-        self._read = found.end()
-        return before, self._tags[found[0]], found[0]
-
-    def flush(self) -> str:
-        return self._take(len(self._text))
-
-    def _take(self, end: int) -> str:
-        taken, self._read = self._text[self._read : end], end
-        return taken
-
-    def _certain_end(self, tags: Iterable[str]) -> int:
-        start = self._text.rfind("<", self._read)
-        if start >= 0 and any(tag.startswith(self._text[start:]) for tag in tags):
-            return start
-        return len(self._text)
-
-
-def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, spellings)) or "(?!)")
+def _tag_lines(by_text: Mapping[str, TextTag]) -> TagLines:
+    return TagLines(
+        {spelling: text_tag.followed_by for spelling, text_tag in by_text.items()},
+        first=next(spelling for spelling, text_tag in by_text.items() if text_tag.tag is Tag.THINK_OPEN),
+    )

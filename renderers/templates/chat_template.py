@@ -89,8 +89,12 @@ class ChatTemplate:
         self._template_with_tools = _compiled(sources["tool_use"]) if "tool_use" in sources else self._template
         self._form = _Form()
         self._form = self._find_form()
+        self.call_text = self._find_call_text()
         self.takes_images = self._find_out_about_images()
         self.turn_end_ids = self._find_turn_end()
+
+    def has_markers(self, *spellings: str) -> bool:
+        return all(self.added.id_of(spelling) is not None for spelling in spellings)
 
     def render(self, conversation: Conversation, **variables: object) -> Rendered:
         """With the generation prompt; `variables` are the template's own, such as `enable_thinking`.
@@ -149,6 +153,11 @@ class ChatTemplate:
             if all(word in text and repr(word) not in text for word in words):
                 return form
         return accepted[0][0] if accepted else forms[0]
+
+    def _find_call_text(self) -> str:
+        """What the template makes of a call and its result, which tells families apart; empty if it refuses them."""
+        rendered = self._probe(PROBE_CALL, self._form)
+        return "" if rendered is None else "".join([rendered.text])
 
     def _find_out_about_images(self) -> bool:
         """Whether the template takes images: it then writes an image as at least one marker."""

@@ -2,7 +2,7 @@
 
 import json
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +38,14 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in QWEN_SPECIAL])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in QWEN_MARKERS])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def family_tokenizer(special: Sequence[str], markers: Sequence[str] = (), *, eos: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with the special tokens of a family, and its markers that are not special."""
+    backend = _byte_level_backend()
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in markers])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
 
 
 @cache
@@ -142,10 +150,18 @@ def tool(name: str = "get_weather", description: str = "Get the weather.") -> To
     return Tool(name, parameters, {"type": "function", "function": function})
 
 
-def oracle_ids(tokenizer: PreTrainedTokenizerFast, source: str, conversation: Conversation, **variables) -> list[int]:
+def oracle_ids(
+    tokenizer: PreTrainedTokenizerFast,
+    source: str,
+    conversation: Conversation,
+    *,
+    arguments_as_text: bool = False,
+    **variables,
+) -> list[int]:
     """What transformers itself makes of the conversation."""
+    names = {call.id: call.name for message in conversation.messages for call in message.tool_calls}
     return tokenizer.apply_chat_template(
-        [_as_hf(message) for message in conversation.messages],
+        [_as_hf(message, names, arguments_as_text) for message in conversation.messages],
         tools=[item.declared for item in conversation.tools] or None,
         chat_template=source,
         add_generation_prompt=True,
@@ -154,18 +170,22 @@ def oracle_ids(tokenizer: PreTrainedTokenizerFast, source: str, conversation: Co
     )
 
 
-def _as_hf(message: Message) -> dict[str, object]:
+def _as_hf(message: Message, names: Mapping[str, str], arguments_as_text: bool) -> dict[str, object]:
     fields: dict[str, object] = {"role": message.role.value, "content": message.text}
     if message.content is None:
         fields["content"] = None
     if message.reasoning is not None:
-        fields["reasoning_content"] = message.reasoning
+        fields |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
     if message.tool_calls:
-        fields["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-            for call in message.tool_calls
-        ]
+        fields["tool_calls"] = [_call_as_hf(call, arguments_as_text) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        fields |= {"tool_call_id": message.tool_call_id, "name": names.get(message.tool_call_id)}
     return fields
+
+
+def _call_as_hf(call: ToolCall, arguments_as_text: bool) -> dict[str, object]:
+    arguments = call.arguments if arguments_as_text else json.loads(call.arguments)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 # --- replies ---
@@ -178,8 +198,15 @@ def pieces_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[Piece]:
     return [piece for token_id in ids for piece in detokenizer.feed([token_id])] + detokenizer.flush()
 
 
-def parse(renderer: Renderer, chunks: Iterable[Sequence[Piece]], end: ReplyEnd, prefill: str = "") -> "Parsed":
-    parser = renderer.parser(RenderedPrompt((), prefill), ())
+def parse(
+    renderer: Renderer,
+    chunks: Iterable[Sequence[Piece]],
+    end: ReplyEnd,
+    prefill: str = "",
+    tools: Sequence[Tool] | None = None,
+) -> "Parsed":
+    """`tools`: those declared; by default the function f."""
+    parser = renderer.parser(RenderedPrompt((), prefill), (tool("f"),) if tools is None else tools)
     deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.finish(end)
     return Parsed(deltas, malformed=parser.malformed, raw_text=parser.raw_text)
 

@@ -186,7 +186,9 @@ def test_without_a_name_and_a_template_there_is_no_renderer():
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match="renderer must be one of generic, qwen3, qwen3_text, role_colon, got 'qwen4'"):
+    with pytest.raises(
+        ValueError, match="renderer must be one of generic, qwen2_5, qwen3, qwen3_text, role_colon, got 'qwen4'"
+    ):
         registry.build("qwen4", qwen_tokenizer(), template("qwen3"))
 
 

@@ -51,37 +51,102 @@ def reply(both, text, end=ReplyEnd.END, prefill=""):
 
 
 # (the reply, reasoning, text, calls)
-WELL_FORMED = [
+AS_WRITTEN = [
     ("hi<|im_end|>", "", "hi", []),
     ("<think>\nwhy\n</think>\n\nhi<|im_end|>", "why", "hi", []),
-    ("<think>why</think>hi<|im_end|>", "why", "hi", []),
     ("<think>\n\nwhy\n\n</think>\n\n\nhi\n<|im_end|>", "\nwhy\n", "\nhi\n", []),
     ("<think>\n\n</think>\n\nhi<|im_end|>", "", "hi", []),
-    ("<think>\n</think>hi<|im_end|>", "", "hi", []),
-    ("<think></think>\nhi<|im_end|>", "", "hi", []),
     ("<think>\nwhy\n</think>\n\n<|im_end|>", "why", "", []),
+    ("<think>\nwhy\n</think><|im_end|>", "why", "", []),
     ("<think>\nwhy\n<|im_end|>", "why\n", "", []),
-    ("<think>\na\n</think>\n\nt\n<think>\nb\n</think>\n\nu<|im_end|>", "ab", "t\nu", []),
     (f"{CALL}<|im_end|>", "", "", [F]),
     (f"hi\n{CALL}<|im_end|>", "", "hi", [F]),
     (f"hi\n\n{CALL}<|im_end|>", "", "hi\n", [F]),
     (f"{CALL}\n{CALL}<|im_end|>", "", "", [F, F]),
-    (f"{CALL}{CALL}<|im_end|>", "", "", [F, F]),
     (f"{CALL}after<|im_end|>", "", "after", [F]),
     (f"{CALL}\nafter\n{CALL}<|im_end|>", "", "\nafter", [F, F]),
     (f"<think>\nwhy\n</think>\n\n{CALL}<|im_end|>", "why", "", [F]),
     (f"<think>\nwhy\n</think>\n\nhi\n{CALL}<|im_end|>", "why", "hi", [F]),
-    ('<tool_call>{"name":"f","arguments":{}}</tool_call><|im_end|>', "", "", [("f", "{}")]),
-    ('<tool_call> \n\t{"arguments": {}, "id": 3, "name": "f"}\n\n</tool_call><|im_end|>', "", "", [("f", "{}")]),
+    ('<tool_call>\n{"arguments": {}, "id": 3, "name": "f"}\n\n</tool_call><|im_end|>', "", "", [("f", "{}")]),
     ("  two  spaces and\nlines\n\n<|im_end|>", "", "  two  spaces and\nlines\n\n", []),
     ("a < b <think<|im_end|>", "", "a < b <think", []),
 ]
+OTHERWISE = [
+    ("<think>why</think>hi<|im_end|>", "why", "hi", []),
+    ("<think>\n</think>hi<|im_end|>", "", "hi", []),
+    ("<think></think>\nhi<|im_end|>", "", "hi", []),
+    ("<think>\na\n</think>\n\nt\n<think>\nb\n</think>\n\nu<|im_end|>", "ab", "t\nu", []),
+    (f"{CALL}{CALL}<|im_end|>", "", "", [F, F]),
+    ('<tool_call>{"name":"f","arguments":{}}</tool_call><|im_end|>', "", "", [("f", "{}")]),
+    ('<tool_call> \n\t{"arguments": {}, "id": 3, "name": "f"}\n\n</tool_call><|im_end|>', "", "", [("f", "{}")]),
+]
 
 
-@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), WELL_FORMED)
+@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), AS_WRITTEN)
 def test_a_well_formed_reply_comes_back_in_its_parts(both, text, reasoning, content, calls):
     parsed = reply(both, text)
     assert (parsed.reasoning, parsed.text, parsed.calls, parsed.malformed) == (reasoning, content, calls, False)
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), OTHERWISE)
+def test_where_tags_are_tokens_the_whitespace_around_them_is_free(qwen3, text, reasoning, content, calls):
+    parsed = reply((qwen3, qwen_tokenizer()), text)
+    assert (parsed.reasoning, parsed.text, parsed.calls, parsed.malformed) == (reasoning, content, calls, False)
+
+
+# (the reply, reasoning, text, calls): what only quotes tags
+QUOTED = [
+    "Write </think> to end, and <think> to begin.",
+    "</think>",
+    "hi\n</think>\nx",
+    "hi\n<think>\nwhy\n</think>\n\nx",
+    " <think>\nwhy\n</think>\n\nx",
+    "<think>why</think>hi",
+    "<think> \nwhy",
+    f"You write {CALL}",
+    f"`{CALL}`",
+    f"hi {CALL}\n{CALL[:-1]}",
+    "<tool_call>\n...\n</tool_call>",
+    "<tool_call>\n<tool_call>\n",
+    '<tool_call>\n{"name": "f", "arguments": …}\n</tool_call>',
+    '<tool_call>\n{"name": "get_capital", "arguments": {}}\n</tool_call>\nThe capital is Paris.',
+    '<tool_call>{"name":"f","arguments":{}}</tool_call>',
+    '<tool_call>\n{"name":"f","arguments":{}}</tool_call>',
+    "x\n</tool_call>\ny",
+]
+
+
+@pytest.mark.parametrize("text", QUOTED)
+def test_where_tags_are_text_a_reply_that_only_speaks_of_them_is_text(qwen3_text, text):
+    for end in ("<|im_end|>", ""):
+        parsed = reply((qwen3_text, chatml_tokenizer()), text + end, ReplyEnd.END if end else ReplyEnd.CUT)
+        assert (parsed.reasoning, parsed.text, parsed.calls, parsed.malformed) == ("", text, [], False)
+
+
+@pytest.mark.parametrize("text", ["a </think> b", f"a\n{CALL}\nb", "a\n<think>\nb", "a\n</think> b"])
+def test_where_tags_are_text_reasoning_may_speak_of_them(qwen3_text, text):
+    parsed = reply((qwen3_text, chatml_tokenizer()), f"<think>\n{text}\n</think>\n\nhi\n{CALL}<|im_end|>")
+    assert (parsed.reasoning, parsed.text, parsed.calls) == (text, "hi", [F])
+
+
+def test_where_tags_are_text_calls_count_beside_text_that_speaks_of_them(qwen3_text):
+    text = f"So:\n<tool_call>\n{{oops}}\n</tool_call>\n{CALL}\n<tool_call>\nno\n"
+    parsed = reply((qwen3_text, chatml_tokenizer()), f"{text}<|im_end|>")
+    assert parsed.text == "So:\n<tool_call>\n{oops}\n</tool_call>\n<tool_call>\nno\n"
+    assert (parsed.calls, parsed.malformed) == ([F], False)
+
+
+def test_where_tags_are_text_what_is_no_tag_is_sent_at_once(qwen3_text):
+    parser = qwen3_text.parser(RenderedPrompt(()), (tool("f"),))
+    for fed, sent in [
+        ("<tool", ""),
+        ("_call> is", "<tool_call> is"),
+        (" a tag\n", " a tag"),
+        ("x <tool_call>", "\nx <tool_call>"),
+        ("\n<tool_call>\n", ""),
+        ("no", "\n<tool_call>\nno"),
+    ]:
+        assert "".join(delta.text for delta in parser.feed([Piece(fed)])) == sent
 
 
 # (the reply, what a stream has sent as reasoning, as text, as calls)
@@ -130,8 +195,8 @@ MALFORMED |= {
 
 
 @pytest.mark.parametrize(("text", "reasoning", "content", "calls"), MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_reply_is_text_from_the_error_on_and_all_of_it_raw(both, text, reasoning, content, calls):
-    parsed = reply(both, text)
+def test_a_malformed_reply_is_text_from_the_error_on_and_all_of_it_raw(qwen3, text, reasoning, content, calls):
+    parsed = reply((qwen3, qwen_tokenizer()), text)
     assert (parsed.reasoning, parsed.text, parsed.calls, parsed.malformed) == (reasoning, content, calls, True)
     assert parsed.raw_text == text.removesuffix("<|im_end|>")
 
@@ -206,9 +271,9 @@ def test_a_reply_begins_inside_the_reasoning_that_the_prompt_opened(both):
 
 
 @pytest.mark.parametrize("text", ["<think>\nwhy\n</think>\n\nhi", "hi</think>"])
-def test_with_reasoning_off_the_model_s_reasoning_tags_are_errors(both, text):
+def test_with_reasoning_off_the_model_s_reasoning_tags_are_errors_where_they_are_tokens(both, text):
     parsed = reply(both, f"{text}<|im_end|>", prefill=OFF)
-    assert (parsed.reasoning, parsed.text, parsed.malformed) == ("", text, True)
+    assert (parsed.reasoning, parsed.text, parsed.malformed) == ("", text, both[0].name == "qwen3")
 
 
 def test_with_reasoning_off_text_and_calls_are_as_ever(both):
@@ -268,7 +333,7 @@ def test_no_text_is_lost_or_made_up(qwen3_text, text):
 
 
 def test_text_is_sent_as_it_comes_and_a_call_only_when_it_is_whole(qwen3):
-    parser = qwen3.parser(RenderedPrompt(()), ())
+    parser = qwen3.parser(RenderedPrompt(()), (tool("f"),))
     ids = {
         spelling: qwen_tokenizer().convert_tokens_to_ids(spelling)
         for spelling in ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -287,7 +352,7 @@ def test_text_is_sent_as_it_comes_and_a_call_only_when_it_is_whole(qwen3):
 
 
 def test_every_call_has_an_id_of_its_own(both):
-    assert len(set(reply(both, f"{CALL}{CALL}{CALL}<|im_end|>").ids)) == 3
+    assert len(set(reply(both, f"{CALL}\n{CALL}\n{CALL}<|im_end|>").ids)) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""What the families have in common whose replies are made of tagged blocks (see `replies.tags`)."""
+
+from collections.abc import Iterable, Sequence
+
+from renderers.base import RenderedPrompt, RenderError, TemplateRefused
+from renderers.efforts import Efforts, check_effort
+from renderers.messages import Conversation, Effort, Tool
+from renderers.replies.tags import Start, TagGrammar, TagParser
+from renderers.templates.chat_template import PROBE_USER, ChatTemplate
+
+
+class TaggedRenderer:
+    """One model, described by what its family knows of it.
+
+    `headers`: after the last of these in a prompt, the reply begins.
+    """
+
+    supports_tools = True
+    stop_strings: tuple[str, ...] = ()
+
+    def __init__(
+        self, name: str, template: ChatTemplate, *, headers: Sequence[str], grammar: TagGrammar, efforts: Efforts
+    ) -> None:
+        self.name = name
+        self.stop_token_ids = grammar.end_ids
+        self._template = template
+        self._headers = headers
+        self._grammar = grammar
+        self._efforts = efforts
+
+    def check_effort(self, effort: Effort | None) -> None:
+        check_effort(effort, self._efforts)
+
+    def render(self, conversation: Conversation) -> RenderedPrompt:
+        self.check_effort(conversation.effort)
+        variables = {} if conversation.effort is None else self._efforts[conversation.effort]
+        rendered = self._template.render(conversation, **variables)
+        return RenderedPrompt(rendered.token_ids, after_header(rendered.text, self._headers))
+
+    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> TagParser:
+        return TagParser(self._grammar, Start.after(prompt.prefill), tools)
+
+
+def needed_template(name: str, template: ChatTemplate | None) -> ChatTemplate:
+    """Raises `TemplateRefused`."""
+    if template is None:
+        raise TemplateRefused(f"The model has no chat template, and the renderer {name!r} needs one.")
+    return template
+
+
+def needed_id(name: str, template: ChatTemplate, marker: str) -> int:
+    """The marker's id. Raises `TemplateRefused`."""
+    token_id = template.added.id_of(marker)
+    if token_id is None:
+        raise TemplateRefused(f"The renderer {name!r} needs the special token {marker!r}.")
+    return token_id
+
+
+def find_start(template: ChatTemplate, headers: Sequence[str], **variables: object) -> Start:
+    """Where a reply begins if the template is told so."""
+    try:
+        return Start.after(after_header(template.render(PROBE_USER, **variables).text, headers))
+    except RenderError:
+        return Start.TEXT
+
+
+def after_header(text: str, headers: Iterable[str]) -> str:
+    """The text with which the prompt already starts the reply."""
+    ends = [text.rindex(header) + len(header) for header in headers if header in text]
+    return text[max(ends) :] if ends else ""
+
+
+def known_ids(*token_ids: int | None) -> frozenset[int]:
+    return frozenset(token_id for token_id in token_ids if token_id is not None)
