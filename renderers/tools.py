@@ -7,20 +7,33 @@ from typing import Any, NoReturn
 from renderers.messages import ToolCall
 
 
-class NotAnObject(ValueError):
+class NotJson(ValueError):
+    """The text is not JSON that can be sent on."""
+
+
+class NotAnObject(NotJson):
     """The text is not a JSON object that can be sent on."""
 
 
-def parse_object(text: str) -> dict[str, Any]:
-    """A JSON object; of a repeated key the last value. Raises `NotAnObject`.
+def parse_value(text: str) -> object:
+    """A JSON value; of a repeated key the last value. Raises `NotJson`.
 
     Refused beyond what Python's parser refuses: NaN and Infinity, numbers that overflow to it, half a surrogate pair
     (none of them can be written as JSON again), and nesting that Python cannot follow.
     """
     try:
-        parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        parsed: object = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as exc:
+        raise NotJson(str(exc)) from exc
+    return parsed
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object, as strict as `parse_value`. Raises `NotAnObject`."""
+    try:
+        parsed = parse_value(text)
+    except NotJson as exc:
         raise NotAnObject(str(exc)) from exc
     if not isinstance(parsed, dict):
         raise NotAnObject(f"it is {_JSON_TYPES[type(parsed)]}")
@@ -56,11 +69,11 @@ _JSON_TYPES[type(None)] = "null"
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    raise NotAnObject(f"{constant} is not JSON")
+    raise NotJson(f"{constant} is not JSON")
 
 
 def _finite(number: str) -> float:
     value = float(number)
     if value in (float("inf"), float("-inf")):
-        raise NotAnObject(f"the number {number[:20]} is too large")
+        raise NotJson(f"the number {number[:20]} is too large")
     return value
