@@ -4,14 +4,16 @@ from importlib import import_module
 from typing import overload
 
 from renderers.base import Renderer
-from renderers.families import qwen2_5, qwen3
+from renderers.families import nemotron3, qwen2_5, qwen3, qwen3_5
 from renderers.markers import Tokenizer
 from renderers.templates.chat_template import ChatTemplate
 
 RENDERERS = {
     "generic": "renderers.families.generic:GenericRenderer",
+    "nemotron3": "renderers.families.nemotron3:build",
     "qwen2_5": "renderers.families.qwen2_5:build",
     "qwen3": "renderers.families.qwen3:build",
+    "qwen3_5": "renderers.families.qwen3_5:build",
     "qwen3_text": "renderers.families.qwen3:build_text",
     "role_colon": "renderers.families.role_colon:RoleColonRenderer",
 }
@@ -19,6 +21,8 @@ RENDERERS = {
 _RECOGNISERS = {
     "qwen3": qwen3.recognises,
     "qwen2_5": qwen2_5.recognises,
+    "nemotron3": nemotron3.recognises,
+    "qwen3_5": qwen3_5.recognises,
 }
 """Tried in this order. The generic renderer serves a model that none of them recognises."""
 

@@ -6,17 +6,15 @@ hybrid. If it opens the block, the model always reasons. Otherwise it never does
 """
 
 from renderers.base import TemplateRefused
-from renderers.efforts import Efforts, switch
-from renderers.families.qwen2_5 import CALL_FORM, CALL_TAGS, HEADER, TURN_END, end_ids
-from renderers.families.tagged import TaggedRenderer, find_start, needed_template
+from renderers.families.chatml import CALL_TAGS, HEADER, JSON_CALL, TAGS, TURN_END, end_ids, find_efforts, tag_ids
+from renderers.families.tagged import TaggedRenderer, needed_template
 from renderers.markers import Tokenizer
 from renderers.replies.json_calls import parse_json_call
-from renderers.replies.tags import Framing, Start, Tag, TagGrammar, TextTag
+from renderers.replies.tags import Framing, Tag, TagGrammar, TextTag
 from renderers.templates.chat_template import ChatTemplate
 
-NAME = "qwen3"
-TEXT_NAME = "qwen3_text"
-TAGS = {"<think>": Tag.THINK_OPEN, "</think>": Tag.THINK_CLOSE, **CALL_TAGS}
+_NAME = "qwen3"
+_TEXT_NAME = "qwen3_text"
 _FRAMING = Framing(after_think_open=1, before_think_close=1, after_think_close=2, before_call=1)
 _TEXT_TAGS = {
     "<think>": TextTag(Tag.THINK_OPEN, followed_by="\n"),
@@ -30,33 +28,23 @@ def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer
     """The tags are markers of the vocabulary; without those of reasoning a model never reasons. Raises
     `TemplateRefused`.
     """
-    template = needed_template(NAME, template)
-    tags = {token_id: tag for spelling, tag in TAGS.items() if (token_id := template.added.id_of(spelling)) is not None}
-    ends = dict.fromkeys(end_ids(NAME, tokenizer, template), Tag.END)
-    missing = next((spelling for spelling in CALL_TAGS if template.added.id_of(spelling) is None), None)
+    template = needed_template(_NAME, template)
+    missing = next((spelling for spelling in CALL_TAGS if not template.has_markers(spelling)), None)
     if missing is not None:
         raise TemplateRefused(
-            f"The renderer {NAME!r} needs the token {missing!r}; {TEXT_NAME!r} finds it in ordinary text."
+            f"The renderer {_NAME!r} needs the token {missing!r}; {_TEXT_NAME!r} finds it in ordinary text."
         )
-    grammar = TagGrammar(tags | ends, parse_json_call, framing=_FRAMING)
-    return TaggedRenderer(NAME, template, headers=[HEADER], grammar=grammar, efforts=find_efforts(template))
+    tags = tag_ids(_NAME, template, {spelling: tag for spelling, tag in TAGS.items() if template.has_markers(spelling)})
+    grammar = TagGrammar(tags | end_ids(_NAME, tokenizer, template), parse_json_call, framing=_FRAMING)
+    return TaggedRenderer(_NAME, template, headers=[HEADER], grammar=grammar, efforts=find_efforts(template))
 
 
 def build_text(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
     """The same format from a model whose vocabulary lacks the tags. Raises `TemplateRefused`."""
-    template = needed_template(TEXT_NAME, template)
-    ends = dict.fromkeys(end_ids(TEXT_NAME, tokenizer, template), Tag.END)
+    template = needed_template(_TEXT_NAME, template)
+    ends = end_ids(_TEXT_NAME, tokenizer, template)
     grammar = TagGrammar(ends, parse_json_call, by_text=_TEXT_TAGS, framing=_FRAMING)
-    return TaggedRenderer(TEXT_NAME, template, headers=[HEADER], grammar=grammar, efforts=find_efforts(template))
-
-
-def find_efforts(template: ChatTemplate) -> Efforts:
-    """What the template does with `enable_thinking`."""
-    switched_on = find_start(template, [HEADER], enable_thinking=True)
-    switched_off = find_start(template, [HEADER], enable_thinking=False)
-    if switched_on is not switched_off:
-        return switch("enable_thinking")
-    return {True: {}} if switched_on is not Start.TEXT else {}
+    return TaggedRenderer(_TEXT_NAME, template, headers=[HEADER], grammar=grammar, efforts=find_efforts(template))
 
 
 def recognises(template: ChatTemplate) -> bool:
@@ -64,4 +52,4 @@ def recognises(template: ChatTemplate) -> bool:
 
     (Qwen3.5 has the same tokens and another form.)
     """
-    return template.has_markers(TURN_END, *TAGS) and CALL_FORM in template.call_text
+    return template.has_markers(TURN_END, *TAGS) and JSON_CALL in template.call_text

@@ -64,6 +64,14 @@ def find_start(template: ChatTemplate, headers: Sequence[str], **variables: obje
         return Start.TEXT
 
 
+def changes(template: ChatTemplate, **variables: object) -> bool:
+    """Whether the template heeds these arguments."""
+    try:
+        return template.render(PROBE_USER, **variables).text != template.render(PROBE_USER).text
+    except RenderError:
+        return False
+
+
 def after_header(text: str, headers: Iterable[str]) -> str:
     """The text with which the prompt already starts the reply."""
     ends = [text.rindex(header) + len(header) for header in headers if header in text]

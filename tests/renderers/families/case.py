@@ -58,6 +58,8 @@ class Mode:
     write: Callable[[Reply], str] = field(repr=False)
     keeps_calls: bool = True
     """A reply that called, sent back with its results, is rendered as it was sampled."""
+    keeps_empty_reasoning: bool = True
+    """So is one whose reasoning is empty."""
 
 
 @dataclass(frozen=True)

@@ -186,21 +186,15 @@ def test_without_a_name_and_a_template_there_is_no_renderer():
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are():
-    with pytest.raises(
-        ValueError, match="renderer must be one of generic, qwen2_5, qwen3, qwen3_text, role_colon, got 'qwen4'"
-    ):
+    names = ", ".join(registry.RENDERERS)
+    with pytest.raises(ValueError, match=f"renderer must be one of {names}, got 'qwen4'"):
         registry.build("qwen4", qwen_tokenizer(), template("qwen3"))
 
 
-@pytest.mark.parametrize("name", ["generic", "qwen3", "qwen3_text"])
+@pytest.mark.parametrize("name", [name for name in registry.RENDERERS if name != "role_colon"])
 def test_a_renderer_that_needs_a_template_is_refused_without_one(name):
     with pytest.raises(TemplateRefused, match=f"no chat template, and the renderer '{name}' needs one"):
         registry.build(name, qwen_tokenizer(), None)
-
-
-@pytest.mark.parametrize("name", registry.RENDERERS)
-def test_every_name_of_the_table_builds_a_renderer_with_that_name(name):
-    assert registry.build(name, qwen_tokenizer(), template("qwen3")).name == name
 
 
 def test_a_checkpoint_s_template_replaces_the_model_s():
