@@ -1,8 +1,8 @@
 """What the families have in common whose replies are made of tagged blocks (see `replies.tags`)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from renderers.base import RenderedPrompt, RenderError, TemplateRefused
+from renderers.base import RenderedPrompt, RenderError, ReplyParser, TemplateRefused
 from renderers.efforts import Efforts, check_effort
 from renderers.messages import Conversation, Effort, Tool
 from renderers.replies.tags import Start, TagGrammar, TagParser
@@ -33,11 +33,14 @@ class TaggedRenderer:
 
     def render(self, conversation: Conversation) -> RenderedPrompt:
         self.check_effort(conversation.effort)
-        variables = {} if conversation.effort is None else self._efforts[conversation.effort]
-        rendered = self._template.render(conversation, **variables)
+        rendered = self._template.render(conversation, **self.variables(conversation))
         return RenderedPrompt(rendered.token_ids, after_header(rendered.text, self._headers))
 
-    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> TagParser:
+    def variables(self, conversation: Conversation) -> Mapping[str, object]:
+        """The template's own arguments."""
+        return {} if conversation.effort is None else self._efforts[conversation.effort]
+
+    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> ReplyParser:
         return TagParser(self._grammar, Start.after(prompt.prefill), tools)
 
 

@@ -26,6 +26,8 @@ class Tag(Enum):
     CALL_PART = auto()
     """A marker inside a block of calls; an error elsewhere."""
     CALL_CLOSE = auto()
+    FRAME = auto()
+    """A marker of the format that stands for nothing: it is dropped."""
     END = auto()
 
 
@@ -236,6 +238,8 @@ class TagParser:
             case _State.TEXT, Tag.CALL_OPEN:
                 self._opening, self._held = self._held + piece.text, ""
                 self._state = _State.CALL
+            case ((_State.TEXT | _State.CALLED), Tag.FRAME):
+                self._release()
             case _State.CALL, Tag.CALL_PART:
                 self._block.append(piece)
             case _State.CALL, Tag.CALL_CLOSE:
