@@ -11,10 +11,10 @@ from renderers.base import RenderError, ReplyEnd
 from renderers.deltas import Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from renderers.messages import Conversation, Message, TextPart, ToolCall
 from tests.renderers.families.case import EFFORTS, TOOLS, Reply, conversations, history, replies
-from tests.renderers.families.cases import deepseek, nemotron3, plain, qwen, qwen3_5
+from tests.renderers.families.cases import deepseek, kimi, nemotron3, plain, qwen, qwen3_5
 from tests.support.renderer_kit import user
 
-CASES = [*plain.CASES, *qwen.CASES, *qwen3_5.CASES, *nemotron3.CASES, *deepseek.CASES]
+CASES = [*plain.CASES, *qwen.CASES, *qwen3_5.CASES, *nemotron3.CASES, *deepseek.CASES, *kimi.CASES]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_mode = pytest.mark.parametrize(
