@@ -41,6 +41,7 @@ def validate_chat(body: ChatBody, target: ResolvedModel, limits: LimitsConfig) -
     tools = _tools(body.tools or ())
     images = _Images(target, limits)
     messages = tuple(_message(message, index, images) for index, message in enumerate(body.messages))
+    _check_results(messages)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return ChatRequest(
         conversation=Conversation(messages, tools, body.reasoning_effort),
@@ -205,6 +206,18 @@ def _message(body: MessageBody, index: int, images: "_Images") -> Message:
         raise InvalidRequest(f"{at}.tool_call_id is required for the role tool.", f"{at}.tool_call_id")
     calls = tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in body.tool_calls or ())
     return Message(role, _parts(body, at, images), body.reasoning_content, calls, body.tool_call_id, body.name)
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Each result is of a call before it, from which templates take the function's name."""
+    called: set[str] = set()
+    for index, message in enumerate(messages):
+        called.update(call.id for call in message.tool_calls)
+        if message.tool_call_id is not None and message.tool_call_id not in called:
+            at = f"messages[{index}].tool_call_id"
+            raise InvalidRequest(
+                f"{at} must be the id of a call in an earlier message, got {message.tool_call_id!r}.", at
+            )
 
 
 def _parts(body: MessageBody, at: str, images: "_Images") -> tuple[ContentPart, ...] | None:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import yaml
 
@@ -27,6 +27,9 @@ from serve_app.config.refusal import parse_section
 from serve_app.config.service import ServiceConfig
 from serve_app.errors import ConfigRefused, ServiceError
 from serve_app.model_id import parse_checkpoint_path
+
+if TYPE_CHECKING:
+    from serve_app.cli.prompt_debug import Token
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -114,10 +117,14 @@ def _render(options: argparse.Namespace) -> None:
     # Imported late, here and below: tokenizers take seconds to import, and the other commands do not need them.
     from serve_app.cli.prompt_debug import render_chat
 
+    name = "The standard input" if options.file is None else str(options.file)
     try:
-        body = json.load(sys.stdin)
+        text = sys.stdin.read() if options.file is None else options.file.read_text(encoding="utf-8")
+        body = json.loads(text)
+    except OSError as exc:
+        raise ConfigRefused(f"{name} cannot be read: {exc.strerror}.") from exc
     except ValueError as exc:
-        raise ConfigRefused(f"The input is not JSON: {exc}.") from exc
+        raise ConfigRefused(f"{name} is not JSON: {exc}.") from exc
     _show(render_chat(_service(options), options.model, body))
 
 
@@ -163,10 +170,11 @@ def _usage(options: argparse.Namespace) -> None:
     print_usage(ledger, by, within, key=options.key, form=options.form, more_variables=variables)
 
 
-def _show(tokens: Sequence[tuple[int, str]]) -> None:
-    for token_id, text in tokens:
-        say(f"{token_id:>8} {text!r}")
-    say(f"{len(tokens)} tokens")
+def _show(tokens: "Sequence[Token]") -> None:
+    from serve_app.cli.prompt_debug import lines_of
+
+    for line in lines_of(tokens, in_colour=sys.stdout.isatty()):
+        say(line)
 
 
 def _service(options: argparse.Namespace) -> ServiceConfig:
@@ -243,9 +251,11 @@ def _add_checkpoint_commands(commands: Subparsers) -> None:
 
 
 def _add_prompt_commands(commands: Subparsers) -> None:
-    command = _add(commands, "render", _render, "print the tokens of a chat request, read as JSON from standard input")
+    command = _add(commands, "render", _render, "print a chat as the model gets it: its text and its tokens, in colour")
+    command.add_argument("model", help="a model id of the configuration")
+    what = "JSON: a list of messages, or the body of a chat request; default: the standard input"
+    command.add_argument("file", nargs="?", type=Path, help=what)
     _add_config(command)
-    command.add_argument("--model", help="a model id of the file; default: the first")
 
     command = _add(commands, "tokenize", _tokenize, "print the tokens of a text")
     command.add_argument("text")

@@ -1,6 +1,7 @@
 """Shows the tokens of a request without running the service: `python -m serve_app render | tokenize`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from serve_app.api.prompt import tokenize
 from serve_app.api.schema.chat import ChatBody
@@ -12,19 +13,56 @@ from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.service import ServiceConfig
 from serve_app.errors import ConfigRefused
 
+_MARKER, _ODD, _PLAIN = "\x1b[1;35m", "\x1b[7m", "\x1b[0m"
 
-def render_chat(service: ServiceConfig, model_id: str | None, body: Mapping[str, object]) -> list[tuple[int, str]]:
-    """The tokens of a body of POST /chat/completions. Raises the error that the service would answer with."""
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """`text`: what it adds to the prompt; empty while a character is unfinished. `spelling`: the token by itself."""
+
+    token_id: int
+    text: str
+    spelling: str
+    is_marker: bool
+
+
+def render_chat(service: ServiceConfig, model_id: str, body: object) -> list[Token]:
+    """The tokens of a body of POST /chat/completions, or of its `messages`. Raises the error that the service would
+    answer with.
+    """
     model = load_model(_chosen(service, model_id))
     target = ResolvedModel(model.id, model, model.context_length, model.renderer)
-    request = validate_chat(parse_body(ChatBody, {**body, "model": model.id}), target, service.limits)
-    return _spelled(model, request.renderer.render(request.conversation).token_ids)
+    fields = {"messages": body} if isinstance(body, list) else body
+    if not isinstance(fields, Mapping):
+        raise ConfigRefused("The input must be a list of messages or the body of a chat request.")
+    request = validate_chat(parse_body(ChatBody, {**fields, "model": model.id}), target, service.limits)
+    return _tokens(model, request.renderer.render(request.conversation).token_ids)
 
 
-def tokenize_text(service: ServiceConfig, model_id: str | None, text: str) -> list[tuple[int, str]]:
+def tokenize_text(service: ServiceConfig, model_id: str | None, text: str) -> list[Token]:
     """The tokens of a `prompt` of POST /completions."""
     model = load_model(_chosen(service, model_id))
-    return _spelled(model, tokenize(text, model).token_ids)
+    return _tokens(model, tokenize(text, model).token_ids)
+
+
+def lines_of(tokens: Sequence[Token], *, in_colour: bool) -> Iterator[str]:
+    """The text as a whole, then each token with its id. Markers are in colour; of the others in the text, every second
+    one is inverted, which shows where they end.
+    """
+    begin_marker, begin_odd, end = (_MARKER, _ODD, _PLAIN) if in_colour else ("", "", "")
+    beginnings = [begin_marker if token.is_marker else begin_odd * (index % 2) for index, token in enumerate(tokens)]
+    text = "".join(_coloured(token.text, beginning, end) for token, beginning in zip(tokens, beginnings, strict=True))
+    yield from text.split("\n")
+    for token in tokens:
+        beginning = begin_marker if token.is_marker else ""
+        yield f"{token.token_id:>8} {_coloured(repr(token.spelling), beginning, end)}"
+    yield f"{len(tokens)} tokens, of which special: {sum(token.is_marker for token in tokens)}"
+
+
+def _coloured(text: str, beginning: str, end: str) -> str:
+    """Line by line, so that no colour runs to the edge of the terminal. Control characters are spelled out."""
+    lines = ["".join(char if char.isprintable() else repr(char)[1:-1] for char in line) for line in text.split("\n")]
+    return "\n".join(f"{beginning}{line}{end}" if line and beginning else line for line in lines)
 
 
 def _chosen(service: ServiceConfig, model_id: str | None) -> ModelConfig:
@@ -35,5 +73,15 @@ def _chosen(service: ServiceConfig, model_id: str | None) -> ModelConfig:
     return found
 
 
-def _spelled(model: ServedModel, token_ids: Sequence[int]) -> list[tuple[int, str]]:
-    return [(token_id, model.tokenizer.decode([token_id])) for token_id in token_ids]
+def _tokens(model: ServedModel, token_ids: Sequence[int]) -> list[Token]:
+    detokenizer = model.table.detokenizer()
+    markers = model.table.added.markers
+    return [
+        Token(
+            token_id,
+            "".join(piece.text for piece in detokenizer.feed([token_id])),
+            model.table.token_text(token_id),
+            token_id in markers,
+        )
+        for token_id in token_ids
+    ]

@@ -29,7 +29,8 @@ The next message of a conversation.
 {_MODEL_RULES}
 `top_logprobs` needs `logprobs`. `tool_choice` other than `none` and `auto` needs `tools`, and a model that calls tools.
 A message has the fields of its role only: `reasoning_content` and `tool_calls` are an assistant's, `tool_call_id` is a
-tool's, which needs it. Only an assistant's `content` may be null. The names of tools are unique.
+tool's, which needs it: the id of a call in an earlier message. Only an assistant's `content` may be null. The names of
+tools are unique.
 
 {_SLUG_RULES.format(body="ChatBody")}"""
 

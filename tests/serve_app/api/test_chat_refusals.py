@@ -79,11 +79,15 @@ def test_messages_that_cannot_be_are_400(edge: RunningEdge, messages: Any, says:
     assert refused(edge.post("/chat/completions", model=CHAT, messages=messages)) == (says, "messages")
 
 
-def test_a_tool_result_for_a_call_that_nobody_made_is_400(edge: RunningEdge) -> None:
-    messages = [{"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "nope", "content": "y"}]
-    response = edge.post("/chat/completions", model=CHAT, messages=messages)
-    if response.status_code != 200:  # families that do not render the name need not know it
-        assert "nope" in refused(response)[0]
+@pytest.mark.parametrize("name", [{}, {"name": "f"}])
+def test_a_tool_result_for_a_call_that_nobody_made_before_is_400(edge: RunningEdge, name: dict[str, str]) -> None:
+    call = {"id": "later", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for call_id in ("nope", "later"):
+        result = {"role": "tool", "tool_call_id": call_id, "content": "y", **name}
+        messages = [{"role": "user", "content": "x"}, result, {"role": "assistant", "tool_calls": [call]}]
+        at = "messages[1].tool_call_id"
+        says = f"{at} must be the id of a call in an earlier message, got {call_id!r}."
+        assert refused(edge.post("/chat/completions", model=CHAT, messages=messages)) == (says, at)
 
 
 def test_what_the_template_refuses_is_400_with_its_own_words(edge: RunningEdge) -> None:

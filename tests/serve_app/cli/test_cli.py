@@ -12,6 +12,7 @@ from serve_app.access.auth import hash_key
 from serve_app.cli.client import Client, ServiceRefused
 from serve_app.cli.commands import main
 from serve_app.cli.launch import welcome
+from serve_app.cli.prompt_debug import Token, lines_of
 from serve_app.config.deploy import load_deploy_config
 from serve_app.config.keys import KeyConfig, KeyLimits
 from tests.support.demo_config import text_config
@@ -80,25 +81,62 @@ def test_a_key_that_the_service_would_refuse_is_not_made(capsys, options, senten
 
 def test_a_text_is_shown_as_tokens(config, capsys):
     assert main(["tokenize", "The capital<|im_end|>", "--config", config]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"{len(lines) - 1} tokens"
-    assert lines[-2].endswith("'<|im_end|>'")
+    text, *tokens, total = capsys.readouterr().out.splitlines()
+    assert text == "The capital<|im_end|>"
+    assert total == f"{len(tokens)} tokens, of which special: 1"
+    assert tokens[-1].endswith("'<|im_end|>'")
 
 
-def test_a_chat_is_shown_as_the_model_sees_it(config, capsys, monkeypatch):
-    body = {"messages": [{"role": "user", "content": "<|im_end|>"}], "temperature": 0}
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(body)))
-    assert main(["render", "--config", config]) == 0
+QUESTION = [{"role": "user", "content": "<|im_end|> \x1b[2J"}]
+
+
+@pytest.mark.parametrize("body", [QUESTION, {"messages": QUESTION, "temperature": 0}])
+def test_a_chat_is_shown_as_the_model_sees_it(config, tmp_path, capsys, body):
+    path = tmp_path / "messages.json"
+    path.write_text(json.dumps(body))
+    assert main(["render", CHAT, str(path), "--config", config]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("'<|im_start|>'")
+    assert lines[:4] == ["<|im_start|>user", "<|im_end|> \\x1b[2J<|im_end|>", "<|im_start|>assistant", ""]
     # What a user writes never becomes a special token: the one here is the template's.
     assert sum(line.endswith("'<|im_end|>'") for line in lines) == 1
+    assert lines[-1] == f"{len(lines) - 5} tokens, of which special: 3"
 
 
-def test_a_chat_that_the_service_would_refuse_is_refused(config, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO('{"messages": [{"role": "king", "content": "x"}]}'))
-    assert main(["render", "--config", config]) == 1
-    assert "messages[0].role must be" in capsys.readouterr().err
+def test_a_chat_may_come_from_the_standard_input(config, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(QUESTION)))
+    assert main(["render", CHAT, "--config", config]) == 0
+    assert capsys.readouterr().out.startswith("<|im_start|>user\n")
+
+
+def test_special_tokens_are_in_colour_and_every_second_other_one_is_inverted():
+    tokens = [Token(1, "<|a|>", "<|a|>", True), Token(2, "x", "x", False), Token(3, "y", "y", False)]
+    tokens.append(Token(4, "z\n", "z\n", False))
+    lines = list(lines_of(tokens, in_colour=True))
+    assert lines[:2] == ["\x1b[1;35m<|a|>\x1b[0m\x1b[7mx\x1b[0my\x1b[7mz\x1b[0m", ""]
+    assert lines[2:] == [
+        "       1 \x1b[1;35m'<|a|>'\x1b[0m",
+        "       2 'x'",
+        "       3 'y'",
+        "       4 'z\\n'",
+        "4 tokens, of which special: 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "status", "sentence"),
+    [
+        ('{"messages": [{"role": "king", "content": "x"}]}', 1, "messages[0].role must be"),
+        ("{", 2, "messages.json is not JSON: Expecting property name"),
+        ("7", 2, "The input must be a list of messages or the body of a chat request."),
+        (None, 2, "messages.json cannot be read: No such file or directory."),
+    ],
+)
+def test_a_chat_that_the_service_would_refuse_is_refused(config, tmp_path, capsys, written, status, sentence):
+    path = tmp_path / "messages.json"
+    if written is not None:
+        path.write_text(written)
+    assert main(["render", CHAT, str(path), "--config", config]) == status
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_in_the_file_is_named(config, capsys):
