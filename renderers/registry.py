@@ -5,11 +5,16 @@ from typing import overload
 
 from renderers.base import Renderer
 from renderers.families import (
+    deepseek_v3,
+    deepseek_v4,
+    deepseek_v4_1,
     gemma3,
     gemma4,
     glm,
     gpt_oss,
     inkling,
+    kimi_k2,
+    kimi_k3,
     llama3,
     mistral,
     nemotron3,
@@ -23,12 +28,17 @@ from renderers.markers import Tokenizer, added_tokens
 from renderers.templates.chat_template import ChatTemplate
 
 RENDERERS = {
+    "deepseek_v3": "renderers.families.deepseek_v3:DeepSeekV3Renderer",
+    "deepseek_v4": "renderers.families.deepseek_v4:DeepSeekV4Renderer",
+    "deepseek_v4_1": "renderers.families.deepseek_v4_1:DeepSeekV41Renderer",
     "gemma3": "renderers.families.gemma3:Gemma3Renderer",
     "gemma4": "renderers.families.gemma4:build",
     "generic": "renderers.families.generic:GenericRenderer",
     "glm": "renderers.families.glm:build",
     "gpt_oss": "renderers.families.gpt_oss:GptOssRenderer",
     "inkling": "renderers.families.inkling:InklingRenderer",
+    "kimi_k2": "renderers.families.kimi_k2:KimiK2Renderer",
+    "kimi_k3": "renderers.families.kimi_k3:KimiK3Renderer",
     "llama3": "renderers.families.llama3:Llama3Renderer",
     "mistral": "renderers.families.mistral:MistralRenderer",
     "nemotron3": "renderers.families.nemotron3:build",
@@ -56,10 +66,14 @@ _RECOGNISERS = {
     "smollm2": smollm.recognises_2,
     "nemotron3": nemotron3.recognises,
     "qwen3_5": qwen3_5.recognises,
+    "kimi_k2": kimi_k2.recognises,
+    "kimi_k3": kimi_k3.recognises,
+    "deepseek_v4": deepseek_v4.recognises,
+    "deepseek_v3": deepseek_v3.recognises,
 }
 """Tried in this order. The generic renderer serves a model that none of them recognises."""
 
-_WITHOUT_TEMPLATE = {"inkling": inkling.recognises}
+_WITHOUT_TEMPLATE = {"inkling": inkling.recognises, "deepseek_v4_1": deepseek_v4_1.recognises}
 """Families whose models have no template: found from the vocabulary."""
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from renderers.base import RenderedPrompt, RenderError, TemplateRefused
+from renderers.base import RenderedPrompt, RenderError, ReplyParser, TemplateRefused
 from renderers.efforts import Efforts, check_effort
 from renderers.messages import Conversation, Effort, Tool
 from renderers.replies.tags import Start, TagGrammar, TagParser
@@ -50,7 +50,7 @@ class TaggedRenderer:
         """The template's own arguments."""
         return {} if conversation.effort is None else self._efforts[conversation.effort]
 
-    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> TagParser:
+    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> ReplyParser:
         return TagParser(self._grammar, Start.after(prompt.prefill, *self._think_tags), tools)
 
 

@@ -27,6 +27,8 @@ class Tag(Enum):
     CALL_PART = auto()
     """A marker inside a block of calls; an error elsewhere."""
     CALL_CLOSE = auto()
+    FRAME = auto()
+    """A marker of the format that stands for nothing: it is dropped."""
     END = auto()
 
 
@@ -272,13 +274,16 @@ class TagParser:
         return text[begun:]
 
     def _tag(self, tag: Tag, piece: Piece) -> None:
-        if self._label:
-            self._fail(piece.text)
-            return
         self._space_to_skip = False
+        if self._state is _State.RAW:
+            self._deltas.text(piece.text)
+        elif self._label:
+            self._fail(piece.text)
+        else:
+            self._change(tag, piece)
+
+    def _change(self, tag: Tag, piece: Piece) -> None:
         match self._state, tag:
-            case _State.RAW, _:
-                self._deltas.text(piece.text)
             case _State.TEXT, Tag.THINK_OPEN if self._may_reason:
                 self._release()
                 self._opening, self._label = piece.text, self._grammar.reasoning_label
@@ -291,6 +296,8 @@ class TagParser:
             case _State.TEXT, Tag.CALL_OPEN:
                 self._opening, self._held = self._held + piece.text, ""
                 self._state = _State.CALL
+            case ((_State.TEXT | _State.CALLED), Tag.FRAME):
+                self._release()
             case _State.CALL, Tag.CALL_PART:
                 self._block.append(piece)
             case _State.CALL, Tag.CALL_CLOSE:

@@ -219,6 +219,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         template = super()._parse(source, name, filename)
         for loop in list(template.find_all(nodes.For)):
             loop.iter = nodes.Filter(loop.iter, "iterated", [], [], None, None).set_lineno(loop.lineno)
+        _replace_list_changes(template)
         template.set_environment(self)
         return template
 
@@ -267,6 +268,47 @@ class _Environment(ImmutableSandboxedEnvironment):
             return formatted(*args, **kwargs)
 
         return bounded
+
+
+def _replace_list_changes(node: nodes.Node) -> None:
+    """Kimi K2's template keeps a queue: `{% set _ = ns.ids.append(x) %}`, `{% set x = ns.ids.pop(0) %}`.
+
+    A list that changed would outgrow its weight, so no list can change here. The two statements become `ns.ids + [x]`
+    and `ns.ids[1:]`, which make a new list. (A second name for the list keeps the old one.)
+    """
+    for child in node.iter_child_nodes():
+        _replace_list_changes(child)
+    for name, statements in node.iter_fields():
+        if isinstance(statements, list) and any(isinstance(statement, nodes.Assign) for statement in statements):
+            setattr(node, name, [step for statement in statements for step in _without_list_change(statement)])
+
+
+def _without_list_change(statement: nodes.Node) -> list[nodes.Node]:
+    steps: list[tuple[nodes.Expr, nodes.Expr]]
+    match statement:
+        case nodes.Assign(
+            node=nodes.Call(
+                node=nodes.Getattr(node=nodes.Getattr(node=nodes.Name() as owner, attr=attr) as items, attr=method),
+                args=args,
+                kwargs=[],
+                dyn_args=None,
+                dyn_kwargs=None,
+            )
+        ):
+            pass
+        case _:
+            return [statement]
+    match method, args:
+        case "append", [nodes.Expr() as item]:
+            steps = [(nodes.NSRef(owner.name, attr), nodes.Add(items, nodes.List([item])))]
+            steps.append((statement.target, nodes.Const(None)))
+        case "pop", [nodes.Const(value=0)]:
+            rest = nodes.Slice(nodes.Const(1), None, None)
+            steps = [(statement.target, nodes.Getitem(items, nodes.Const(0), "load"))]
+            steps.append((nodes.NSRef(owner.name, attr), nodes.Getitem(items, rest, "load")))
+        case _:
+            return [statement]
+    return [nodes.Assign(target, value).set_lineno(statement.lineno, override=True) for target, value in steps]
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:

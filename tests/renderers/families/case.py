@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from renderers import registry
 from renderers.base import RenderedPrompt, Renderer, ReplyEnd
 from renderers.messages import Conversation, Effort, Message, Tool, ToolCall
-from tests.support.renderer_kit import Parsed, assistant, parse, pieces_of, result, system, template, user
+from tests.support.renderer_kit import Parsed, assistant, oracle_ids, parse, pieces_of, result, system, template, user
 
 TYPES = {
     "city": {"type": "string"},
@@ -100,6 +100,8 @@ class Case:
     """Whether an assistant's turn may be empty."""
     call_ids: str = "call_{}"
     """What ids look like in a random conversation."""
+    oracle: Callable[..., list[int]] = oracle_ids
+    """What the template itself makes of a conversation (called as `oracle_ids` is)."""
 
     def _repr_pretty_(self, printer, cycle) -> None:
         """In hypothesis's reports."""

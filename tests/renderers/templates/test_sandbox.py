@@ -8,6 +8,7 @@ from functools import cache, partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import SandboxedEnvironment
 
 from renderers.base import PromptTooLong, RenderError, TemplateRefused
 from renderers.messages import Conversation
@@ -54,6 +55,11 @@ ESCAPES = [
     "{{ dict.__init__.__globals__ }}",
     "{{ '{0.__class__.__mro__}'.format(1) }}",
     "{{ messages.append(1) }}",
+    "{% set _ = messages.append(1) %}",
+    "{% set ns = namespace(x=[]) %}{{ ns.x.append(1) }}",
+    "{% set ns = namespace(x={}) %}{% set _ = ns.x.update(a=1) %}",
+    "{% set _ = messages[0].x.append(1) %}",
+    "{% set _ = raise_exception.x.append(1) %}",
     "{{ messages[0].update({'a': 1}) }}",
     "{{ messages[0].pop('role') }}",
     "{% set ns = namespace(__class__=1) %}",
@@ -128,6 +134,29 @@ def test_what_templates_do_gives_the_same_ids_as_transformers(source, content):
     conversation = Conversation((user(content), user("two"), user("three"), user("four"), user("five")))
     expected = oracle_ids(qwen_tokenizer(), source, conversation)
     assert list(chat(source).render(conversation).token_ids) == expected
+
+
+QUEUES = [
+    "{% set _ = ns.x.append(1) %}{% set _ = ns.x.append('b') %}{% set a = ns.x.pop(0) %}{{ a }}{{ ns.x }}{{ _ }}",
+    "{% for i in range(3) %}{% set _ = ns.x.append(i) %}{% if i > 1 %}{% set a = ns.x.pop(0) %}{{ a }}{% endif %}"
+    "{% endfor %}{{ ns.x }}",
+    "{% macro m(i) %}{% set _ = ns.x.append(i) %}{{ ns.x | length }}{% endmacro %}{{ m(5) }}{{ m(6) }}{{ ns.x }}",
+    "{% set x = 'a' %}{% set x = ns.x.append(x) %}{{ ns.x }}{{ x }}",
+]
+
+
+@pytest.mark.parametrize("source", QUEUES)
+def test_a_queue_in_a_namespace_does_what_it_does_where_lists_may_change(source):
+    source = "{% set ns = namespace(x=[]) %}" + source
+    expected = SandboxedEnvironment().from_string(source).render()
+    assert ChatTemplate(qwen_tokenizer(), source).render(HELLO).text == expected
+
+
+def test_a_list_that_the_caller_sent_is_not_changed_through_a_namespace():
+    source = (
+        "{% set ns = namespace(x=messages) %}{% set _ = ns.x.append(1) %}{{ ns.x | length }}{{ messages | length }}"
+    )
+    assert ChatTemplate(qwen_tokenizer(), source).render(HELLO).text == "21"
 
 
 def test_a_long_conversation_is_within_all_bounds():
