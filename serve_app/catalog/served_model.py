@@ -2,6 +2,7 @@
 event loop.
 """
 
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.paths import resolve_source
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+_IMPORTING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +101,24 @@ def _context_length(config: ModelConfig, source: str, most: object) -> int:
     return context_length
 
 
-def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBase":
-    # Imported here: it takes seconds, and most of what imports the catalogue never loads a model.
-    from transformers import AutoTokenizer
+def _auto_tokenizer() -> "type[AutoTokenizer]":
+    """transformers replaces its own modules while they are being imported: another thread that imports them meanwhile
+    gets what was replaced, and fails.
+    """
+    with _IMPORTING:
+        # Imported here: it takes seconds, and most of what imports the catalogue never loads a model.
+        from transformers import AutoTokenizer
 
-    path = Path(source)
+        return AutoTokenizer
+
+
+def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBase":
+    auto_tokenizer, path = _auto_tokenizer(), Path(source)
     try:
         if path.suffix == ".gguf":
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = auto_tokenizer.from_pretrained(path.parent, gguf_file=path.name)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=config.revision or "main")
+            tokenizer = auto_tokenizer.from_pretrained(source, revision=config.revision or "main")
     except (OSError, ValueError, KeyError) as exc:
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be loaded from {source!r}.") from exc
     if not tokenizer.is_fast:

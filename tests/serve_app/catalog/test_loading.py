@@ -1,6 +1,8 @@
 """Models that are being loaded: who waits for one, for how long, and what an edit of the catalogue loads again."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +17,7 @@ from serve_app.catalog.loading import LOADING, Models
 from serve_app.catalog.served_model import ServedModel, load_model
 from serve_app.config.catalog_entry import ModelConfig
 from tests.support.files.tiny_tokenizer import save_model_folder
+from tests.support.processes.demo_modules import ROOT
 from tests.support.harness import BASE, CHAT, CONTEXT, RunningEdge, StoredCheckpoint, config_for, running_edge
 from tests.support.waiting import eventually
 
@@ -281,6 +284,21 @@ def test_whatever_loading_raises_refuses_this_model_alone(error: BaseException) 
         assert "cannot be loaded" in str(await loading.outcome) or str(await loading.outcome) == "It is wrong."
 
     run(fail, load)
+
+
+def test_models_that_load_at_the_same_time_in_a_new_process_are_all_loaded(model_folders: dict[str, str]) -> None:
+    """Their first act is to import transformers, which cannot be imported by two threads at a time."""
+    code = f"""
+from concurrent.futures import ThreadPoolExecutor
+from serve_app.catalog.served_model import load_model
+from serve_app.config.catalog_entry import ModelConfig
+def load(name):
+    return load_model(ModelConfig(id=name, app="a", source={model_folders["chat"]!r})).id
+with ThreadPoolExecutor(4) as threads:
+    print(*threads.map(load, "abcd"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.returncode) == (list("abcd"), 0), done.stderr
 
 
 def test_the_wait_for_what_hangs_is_bounded_from_its_beginning(model_folders: dict[str, str]) -> None:
