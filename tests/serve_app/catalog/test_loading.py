@@ -17,8 +17,8 @@ from serve_app.catalog.loading import LOADING, Models
 from serve_app.catalog.served_model import ServedModel, load_model
 from serve_app.config.catalog_entry import ModelConfig
 from tests.support.files.tiny_tokenizer import save_model_folder
-from tests.support.processes.demo_modules import ROOT
 from tests.support.harness import BASE, CHAT, CONTEXT, RunningEdge, StoredCheckpoint, config_for, running_edge
+from tests.support.processes.demo_modules import ROOT
 from tests.support.waiting import eventually
 
 pytest_plugins = ("tests.support.edge_fixtures",)
