@@ -109,7 +109,8 @@ def _auto_tokenizer() -> "type[AutoTokenizer]":
         # Imported here: it takes seconds, and most of what imports the catalogue never loads a model.
         from transformers import AutoTokenizer
 
-        return AutoTokenizer
+        found: type[AutoTokenizer] = AutoTokenizer
+        return found
 
 
 def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBase":
