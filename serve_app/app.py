@@ -7,6 +7,7 @@ change. So adding or changing a model does not restart the others or the ingress
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import ray
 from ray import serve
@@ -91,7 +92,7 @@ def model(args: dict[str, object]) -> Application:
             "initial_backoff_s": 0.005,
             "max_backoff_s": 0.05,
         },
-        **_scaling(parsed.replicas, parsed.target_requests, **parsed.health.model_dump()),
+        **_scaling(parsed.replicas, parsed.target_requests, _policy(parsed), **parsed.health.model_dump()),
         **_lifecycle(parsed.graceful_shutdown_timeout_s),
     )
     gate = serve.deployment(Gate).options(
@@ -127,7 +128,19 @@ def _readable_errors() -> Iterator[None]:
         raise RayServeException(str(exc)) from exc
 
 
-def _scaling(counts: Autoscaling, target: float, **user_config: object) -> dict[str, object]:
+def _policy(args: ModelArgs) -> dict[str, object]:
+    """The autoscaling of a model. A policy that Serve imports by name goes to its controller by value."""
+    kwargs = {
+        "target_batch": min(1.0, args.target_requests / args.max_running),
+        "target_kv": args.replicas.target_kv,
+        "drain_s": args.replicas.drain_s,
+    }
+    return {"policy": {"policy_function": "serve_app.replicas.scaling.policy:LoadPolicy", "policy_kwargs": kwargs}}
+
+
+def _scaling(
+    counts: Autoscaling, target: float, policy: Mapping[str, object] = MappingProxyType({}), **user_config: object
+) -> dict[str, object]:
     if counts.min == counts.max:
         return {"num_replicas": counts.max}
     return {
@@ -141,6 +154,7 @@ def _scaling(counts: Autoscaling, target: float, **user_config: object) -> dict[
             "look_back_period_s": counts.look_back_period_s,
             "upscale_delay_s": counts.upscale_delay_s,
             "downscale_delay_s": counts.downscale_delay_s,
+            **policy,
         },
     }
 

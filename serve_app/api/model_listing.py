@@ -32,7 +32,7 @@ async def list_models(edge: Edge, caller: Caller, *, with_checkpoints: bool) -> 
     """
     catalog = edge.catalog
     items: list[ModelReply | SlugReply | CheckpointReply] = []
-    for model in catalog.visible_to(caller):
+    for model in await catalog.visible_to(caller):
         items += _with_variants(model)
     items += [_slug(slug.id, slug) for slug in edge.marketplace.slugs.values() if may_use(caller, slug)]
     checkpoints, are_all = await catalog.checkpoints_of(caller) if with_checkpoints else ([], True)

@@ -2,17 +2,19 @@
 adapter.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from engines.interface.protocol import Adapter
 from renderers.base import Renderer
 from serve_app.access.auth import Caller
-from serve_app.base.errors import CheckpointUnavailable, InvalidRequest, ModelNotFound
+from serve_app.base.errors import CheckpointUnavailable, InvalidRequest, ModelNotFound, NoReplica
 from serve_app.base.explain import near
 from serve_app.base.model_id import BaseModelId, CheckpointPath, parse
 from serve_app.catalog.checkpoint_templates import OwnTemplates
+from serve_app.catalog.loading import Entry, Loading
 from serve_app.catalog.served_model import ServedModel
 from serve_app.config.checking.base_names import BaseNames
 
@@ -95,22 +97,37 @@ class ResolvedModel:
         return self.model.end_token_ids | (self.renderer.stop_token_ids if self.renderer else frozenset())
 
 
-class Catalog:
-    """The served models. Without a store (`checkpoints` None) no checkpoint can be looked up."""
+_UNKNOWN_CONTEXT: Final = 1 << 20  # of a model that is being loaded; the prompt is measured again afterwards
 
-    def __init__(self, models: Mapping[str, ServedModel], checkpoints: Checkpoints | None) -> None:
-        self.models = models
+_Chosen = tuple[Entry, int | None]
+"""A model, and the context length of the variant that is asked for."""
+
+
+class Catalog:
+    """The models by id: loaded or being loaded. Without a store (`checkpoints` None) no checkpoint can be looked up."""
+
+    def __init__(self, entries: Mapping[str, Entry], checkpoints: Checkpoints | None) -> None:
+        self.entries = entries
+        self.models = {name: entry for name, entry in entries.items() if isinstance(entry, ServedModel)}
         self.checkpoints = checkpoints
-        self._base_names = BaseNames([model.config for model in models.values()])
+        self._base_names = BaseNames([entry.config for entry in entries.values()])
         self._own_templates = OwnTemplates()
 
     @property
     def longest_context(self) -> int:
         """Of all models and variants, in tokens."""
-        return max((length for model in self.models.values() for length in model.context_lengths), default=0)
+        return max((length for entry in self.entries.values() for length in _context_lengths(entry)), default=0)
 
-    def visible_to(self, caller: Caller) -> list[ServedModel]:
-        return [model for model in self.models.values() if _may_use(caller, model)]
+    @property
+    def apps(self) -> Mapping[str, str]:
+        """The application of each model."""
+        return {name: entry.config.app for name, entry in self.entries.items()}
+
+    async def visible_to(self, caller: Caller) -> list[ServedModel]:
+        """The models that the caller may use, without those that take too long to load."""
+        entries = [entry for entry in self.entries.values() if _may_use(caller, entry)]
+        found = await asyncio.gather(*map(_in_time, entries))
+        return [model for model in found if model is not None]
 
     async def checkpoints_of(self, caller: Caller) -> tuple[list[ListedCheckpoint], bool]:
         """The checkpoints that the caller may use, and whether the list is complete."""
@@ -122,7 +139,7 @@ class Catalog:
 
     def base_id(self, trained_on: str | None) -> str | None:
         """The id of the served model that a checkpoint names as its base; None when it names none."""
-        return None if trained_on is None else next((model.id for model in self._meant_by(trained_on)), None)
+        return None if trained_on is None else next((entry.config.id for entry in self._meant_by(trained_on)), None)
 
     def _may_sample(self, caller: Caller, trained_on: str | None) -> bool:
         """Whether a checkpoint that was trained on this base can be sampled. One that names no base can, on a base that
@@ -136,45 +153,46 @@ class Catalog:
         named = None if model_id.base is None else self._base(model_id.base, caller)
         if model_id.checkpoint is None:
             assert named is not None
-            model, context_length = named
+            model, context_length = await _loaded(named)
             return ResolvedModel(requested, model, context_length, model.renderer)
         checkpoint = await self._checkpoint(model_id.checkpoint, caller)
-        model, context_length = self._base_of(model_id.checkpoint, checkpoint, named, caller)
+        model, context_length = await _loaded(self._base_of(model_id.checkpoint, checkpoint, named, caller))
         adapter = Adapter(checkpoint.digest, str(checkpoint.directory))
         renderer = await self._renderer(model, checkpoint)
         return ResolvedModel(requested, model, context_length, renderer, adapter, model_id.checkpoint)
 
-    def _base(self, base: BaseModelId, caller: Caller) -> tuple[ServedModel, int]:
-        model = self.models.get(base.name)
-        if model is not None and _may_use(caller, model):
+    def _base(self, base: BaseModelId, caller: Caller) -> _Chosen:
+        entry = self.entries.get(base.name)
+        if entry is not None and _may_use(caller, entry):
             if base.variant is None:
-                return model, model.context_length
-            context_length = model.config.variants.get(base.variant)
+                return entry, None
+            context_length = entry.config.variants.get(base.variant)
             if context_length is not None:
-                return model, context_length
+                return entry, context_length
         raise _not_found(str(base), near(str(base), map(str, self._names_for(caller))))
 
     def _names_for(self, caller: Caller) -> Iterator[BaseModelId]:
-        for model in self.visible_to(caller):
-            yield BaseModelId(model.id)
-            yield from (BaseModelId(model.id, variant) for variant in model.config.variants)
+        for name, entry in self.entries.items():
+            if _may_use(caller, entry):
+                yield BaseModelId(name)
+                yield from (BaseModelId(name, variant) for variant in entry.config.variants)
 
     async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> ResolvedCheckpoint:
         if self.checkpoints is None:
             raise CheckpointUnavailable("No checkpoint can be served: the store's configuration was refused.")
         return await self.checkpoints.resolve_for(path, caller.owner)
 
-    def _meant_by(self, name: str) -> list[ServedModel]:
+    def _meant_by(self, name: str) -> list[Entry]:
         """The models that a checkpoint may mean by this base name, the most likely first."""
-        return [self.models[config.id] for config in self._base_names.meant_by(name)]
+        return [self.entries[config.id] for config in self._base_names.meant_by(name)]
 
     def _base_of(
         self,
         path: CheckpointPath,
         checkpoint: ResolvedCheckpoint,
-        named: tuple[ServedModel, int] | None,
+        named: _Chosen | None,
         caller: Caller,
-    ) -> tuple[ServedModel, int]:
+    ) -> _Chosen:
         trained_on = checkpoint.base_model
         if trained_on is None:
             if named is None:
@@ -183,24 +201,26 @@ class Catalog:
                 )
             return named
         meant = self._meant_by(trained_on)
-        usable = [model for model in meant if _may_use(caller, model)]
+        usable = [entry for entry in meant if _may_use(caller, entry)]
         if meant and not usable:
             raise _not_found(str(path))  # not shown: this caller may not use the model that it was trained on
         if named is not None:
             if named[0] not in meant:
                 remedy = "" if meant else f" {_NAME_THE_BASE}"
-                sentence = f"The checkpoint {path} was trained on {trained_on!r}, not on {named[0].id!r}.{remedy}"
+                sentence = (
+                    f"The checkpoint {path} was trained on {trained_on!r}, not on {named[0].config.id!r}.{remedy}"
+                )
                 raise InvalidRequest(sentence, "model")
             return named
         if not meant:
             sentence = f"The base {trained_on!r} of the checkpoint {path} is not served. {_NAME_THE_BASE}"
             raise ModelNotFound(sentence, "model")
-        if len({model.config.weights for model in meant}) > 1:
-            ids = " or ".join(repr(model.id) for model in usable)
+        if len({entry.config.weights for entry in meant}) > 1:
+            ids = " or ".join(repr(entry.config.id) for entry in usable)
             sentence = f"The base {trained_on!r} of the checkpoint {path} may be {ids}: use '<base>;{path}'."
             raise InvalidRequest(sentence, "model")
         variant = trained_on.partition(":")[2]
-        return usable[0], usable[0].config.variants.get(variant, usable[0].context_length)
+        return usable[0], usable[0].config.variants.get(variant)
 
     async def _renderer(self, model: ServedModel, checkpoint: ResolvedCheckpoint) -> Renderer | None:
         """The renderer, with the checkpoint's own template where the catalogue allows one."""
@@ -216,8 +236,32 @@ _NAME_THE_BASE = (
 )
 
 
-def _may_use(caller: Caller, model: ServedModel) -> bool:
-    return caller.models is None or model.id in caller.models
+def _may_use(caller: Caller, entry: Entry) -> bool:
+    return caller.models is None or entry.config.id in caller.models
+
+
+def _context_lengths(entry: Entry) -> tuple[int, ...]:
+    if isinstance(entry, ServedModel):
+        return entry.context_lengths
+    return (entry.config.context_length or _UNKNOWN_CONTEXT, *entry.config.variants.values())
+
+
+async def _loaded(chosen: _Chosen) -> tuple[ServedModel, int]:
+    """With the context length. Waits for a model that is being loaded. Raises `NoReplica` after too long, or
+    `ModelNotFound` if it cannot be loaded.
+    """
+    entry, context_length = chosen
+    model = await entry.wait() if isinstance(entry, Loading) else entry
+    if model is None:
+        raise _not_found(entry.config.id)
+    return model, context_length or model.context_length
+
+
+async def _in_time(entry: Entry) -> ServedModel | None:
+    try:
+        return await entry.wait() if isinstance(entry, Loading) else entry
+    except NoReplica:
+        return None
 
 
 def _not_found(name: str, hint: str = "") -> ModelNotFound:

@@ -2,8 +2,9 @@
 event loop.
 """
 
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ from serve_app.config.catalog_entry import ModelConfig
 from serve_app.config.paths import resolve_source
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+_IMPORTING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,12 @@ class ServedModel:
         """The model's own and those of its variants, in tokens."""
         return (self.context_length, *self.config.variants.values())
 
+    def under(self, config: ModelConfig) -> "ServedModel | None":
+        """The same model under another entry of the catalogue; None if that one needs another loading."""
+        if config == self.config:
+            return self
+        return replace(self, config=config) if config.loaded_by == self.config.loaded_by else None
+
     def renderer_with(self, chat_template: str) -> Renderer:
         """A renderer of the same family with another template. Takes up to 200 ms, or seconds for a hostile template.
         Raises `TemplateRefused`.
@@ -51,12 +60,15 @@ class ServedModel:
         return registry.build(self.config.renderer, self.tokenizer, chat_template, max_tokens=max(self.context_lengths))
 
 
-def load_model(config: ModelConfig) -> ServedModel:
-    """Raises `ConfigRefused` with one sentence."""
+def load_model(config: ModelConfig, before: ServedModel | None = None) -> ServedModel:
+    """`before`: the model under its last entry, whose tokenizer is taken if it is the same. Raises `ConfigRefused` with
+    one sentence.
+    """
     source = resolve_source(config.source)
     if source.startswith("/") and not Path(source).exists():
         raise ConfigRefused(f"The source of the model {config.id!r} does not exist: {source!r}.")
-    tokenizer = _load_tokenizer(config, source)
+    known = before if before is not None and before.config.weights == config.weights else None
+    tokenizer = _load_tokenizer(config, source) if known is None else known.tokenizer
     facts = read_json(source, "config.json", config.revision)
     takes_images = isinstance(facts.get("vision_config"), dict)
     facts = {**facts, **facts.get("text_config", {})}
@@ -64,7 +76,7 @@ def load_model(config: ModelConfig) -> ServedModel:
     return ServedModel(
         config=config,
         tokenizer=tokenizer,
-        table=_token_table(config, tokenizer),
+        table=_token_table(config, tokenizer) if known is None else known.table,
         renderer=_build_renderer(config, tokenizer, max(context_length, *config.variants.values(), 0)),
         context_length=context_length,
         vocab_size=max(len(tokenizer), int(facts.get("vocab_size") or 0)),
@@ -89,17 +101,26 @@ def _context_length(config: ModelConfig, source: str, most: object) -> int:
     return context_length
 
 
-def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBase":
-    # Imported here: it takes seconds, and most of what imports the catalogue never loads a model.
-    from transformers import AutoTokenizer
+def _auto_tokenizer() -> "type[AutoTokenizer]":
+    """transformers replaces its own modules while they are being imported: another thread that imports them meanwhile
+    gets what was replaced, and fails.
+    """
+    with _IMPORTING:
+        # Imported here: it takes seconds, and most of what imports the catalogue never loads a model.
+        from transformers import AutoTokenizer
 
-    path = Path(source)
+        found: type[AutoTokenizer] = AutoTokenizer
+        return found
+
+
+def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBase":
+    auto_tokenizer, path = _auto_tokenizer(), Path(source)
     try:
         if path.suffix == ".gguf":
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+            tokenizer = auto_tokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         else:
             revision = config.revision or "main"
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+            tokenizer = auto_tokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as exc:
         _refuse_code(config, source)
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be loaded from {source!r}.") from exc

@@ -25,7 +25,8 @@ class ApiArgs(Section):
         Text | None, Doc("Address at which replicas reach the ingress; null: its address in the cluster.")
     ] = None
     no_replica_timeout_s: Annotated[
-        Seconds, Doc("How long a request waits for a replica while none is running; then 503.")
+        Seconds,
+        Doc("How long a request waits while no replica is running, or its tokenizer is being loaded; then 503."),
     ] = 10.0
     graceful_shutdown_timeout_s: Annotated[
         Seconds, Doc("How long an ingress that stops may take to finish its requests.")

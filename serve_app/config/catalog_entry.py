@@ -76,3 +76,8 @@ class ModelConfig(Section):
     def weights(self) -> tuple[str, str | None]:
         """Equal for models that a checkpoint cannot tell apart."""
         return resolve_source(self.source), self.revision
+
+    @property
+    def loaded_by(self) -> object:
+        """What the ingress loads for the model depends on this, and on no other field."""
+        return self.weights, self.renderer, self.context_length, self.variants

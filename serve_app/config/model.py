@@ -31,8 +31,14 @@ class ModelScaling(Autoscaling):
 
     target: Annotated[
         Annotated[float, Gt(0)] | None,
-        Doc("Target of autoscaling: requests per replica; null: 80 % of `max_running`."),
+        Doc("Target of autoscaling: running requests per replica; null: 80 % of `max_running`."),
     ] = None
+    target_kv: Annotated[
+        float, Gt(0), Le(1), Doc("The same for the KV cache: the share that running requests should use.")
+    ] = _TARGET_SHARE
+    drain_s: Annotated[
+        Seconds, Doc("Time in which queued prompts should be computed; replicas are added for those that take longer.")
+    ] = 15.0
 
 
 class FakeSettings(Section):

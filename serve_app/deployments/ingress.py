@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 import ray
 from starlette.applications import Starlette
@@ -38,7 +40,7 @@ class Ingress:
         self._watch = ReadinessWatch(REPLICA_REPORTS, read_statuses)
         self._listener: Listener | None = None
         self._status_requests: StatusRequests | None = None
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[object]] = set()
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         if self._args.transport == "channel":
@@ -57,25 +59,27 @@ class Ingress:
             open_ledger=self._open_ledger,
             recorder=self._metrics,
             max_requests=self._args.max_ongoing_requests,
+            loading_timeout_s=timeout_s,
         )
         return build_http_app(self._service)
 
     async def reconfigure(self, user_config: object) -> None:
-        """Apply a configuration. Never raises: Serve would stop the ingress, even while it serves. While it serves,
-        this returns before everything is loaded, because Serve passes the next configuration only then, and that one
-        may revoke a key.
+        """Apply a configuration. Never raises: Serve would stop the ingress, even while it serves. Returns before
+        everything is loaded, once the ingress serves anything: Serve passes the next configuration only then, and that
+        one may revoke a key.
         """
-        change = asyncio.create_task(self._take_over(user_config))
-        self._changes.add(change)
-        change.add_done_callback(self._changes.discard)
-        if not self._service.has_served:
-            await change
-
-    async def _take_over(self, user_config: object) -> None:
-        await self._service.reconfigure(user_config)
-        apps = {model.config.app for model in self._service.settings.catalog.models.values()}
+        change = self._keep(self._service.reconfigure(user_config))
+        served = self._keep(self._service.served.wait())
+        await asyncio.wait([change, served], return_when=asyncio.FIRST_COMPLETED)
+        served.cancel()
         # This call starts the readiness watch, so that the state is known at the first probe.
-        await self._replicas.readiness(apps)
+        await self._replicas.readiness(set(self._service.settings.catalog.apps.values()))
+
+    def _keep(self, change: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+        task = asyncio.get_running_loop().create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return task
 
     def check_health(self) -> None:
         """Serve calls this after `reconfigure`, before a replica counts as running, and then every second. An ingress

@@ -21,6 +21,7 @@ from serve_app.replicas.channel.link import Links, run_request
 from serve_app.replicas.channel.listener import Endpoint
 from serve_app.replicas.in_process import LocalReplicas
 from serve_app.replicas.reports import BEAT_S, Report
+from serve_app.replicas.scaling.prompt_queue import PromptQueue
 from serve_app.replicas.status import Load, Status, pack_adapters
 from serve_app.replicas.status_sender import StatusSender
 
@@ -44,6 +45,8 @@ class Replica:
         """Returns when the engine can produce a token. Raises what `Engine.start` raises."""
         join_serve_logs()
         self._limits = args.health
+        self._max_running = args.max_running
+        self._prompt_queue = PromptQueue()
         self._engine = _make_engine(args)
         await self._engine.start()
         self._watchdog = Watchdog(_SILENCES * args.health.silent_after_s)
@@ -102,14 +105,20 @@ class Replica:
         return Report(is_ready, pack_adapters(stats.adapters), beat, self._limits.silent_after_s).fields()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Statistics for custom autoscaling policies. `streams`: requests whose tokens are being sent to an ingress."""
+        """What the autoscaling policy looks at (`replicas/scaling/policy.py`), and `streams`: requests whose tokens are
+        being sent to an ingress.
+        """
         stats = self._engine.stats()
+        self._prompt_queue.look(stats)
         used = stats.blocks_total - stats.blocks_free
         return {
             "running": stats.running,
             "waiting": stats.waiting,
             "streams": self._open_streams,
+            "batch_used_fraction": stats.running / self._max_running,
             "kv_used_fraction": used / stats.blocks_total if stats.blocks_total else 0.0,
+            "prompt_load": self._prompt_queue.load,
+            "queued_s": self._prompt_queue.queued_s,
             "adapters_pinned": stats.adapter_slots_pinned,
         }
 

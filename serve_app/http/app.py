@@ -40,6 +40,7 @@ from serve_app.base.errors import (
     TotalTimeout,
 )
 from serve_app.base.model_id import parse
+from serve_app.catalog.loading import LOADING
 from serve_app.config.service import LimitsConfig
 from serve_app.http.body import read_body
 from serve_app.http.disconnect import CancelOnDisconnect
@@ -97,14 +98,15 @@ class Handlers:
 
     async def readyz(self, exchange: Exchange) -> None:
         settings = self._service.settings
-        models = settings.catalog.models
-        if not models and not settings.marketplace.slugs:
+        apps = settings.catalog.apps
+        if not apps and not settings.marketplace.slugs:
             raise NotReady("Not ready: nothing is served.")
-        reasons = await self._service.replicas.readiness({model.config.app for model in models.values()})
-        why_not = {name: reason for name, model in models.items() if (reason := reasons[model.config.app])}
+        reasons = await self._service.replicas.readiness(set(apps.values()))
+        why_not = {name: reason for name, app in apps.items() if (reason := reasons[app])}
+        why_not |= {name: LOADING for name in apps if name not in settings.catalog.models}
         self._log_change(why_not)
         if why_not:
-            raise NotReady(f"Not ready: {len(why_not)} of {len(models)} models.")
+            raise NotReady(f"Not ready: {len(why_not)} of {len(apps)} models.")
         refused = list(dict.fromkeys(refusal.part or "user_config" for refusal in self._service.refusals))
         details = {"config_errors": refused} if refused else {}
         await exchange.send_json(200, {"status": "ready", **details})

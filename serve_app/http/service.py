@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -18,8 +18,8 @@ from serve_app.api.usage import usage_of
 from serve_app.base.errors import ConfigRefused
 from serve_app.base.workers import Workers
 from serve_app.catalog.catalog import Catalog, Checkpoints
-from serve_app.catalog.served_model import ServedModel, load_model
-from serve_app.config.catalog_entry import ModelConfig
+from serve_app.catalog.loading import Load, Models
+from serve_app.catalog.served_model import load_model
 from serve_app.config.checking.refusal import Refusal
 from serve_app.config.ledger import LedgerConfig
 from serve_app.config.marketplace import MarketplaceConfig
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
 MAX_REQUESTS = 4096
+LOADING_TIMEOUT_S = 10.0
 _KEY_FILES_TIMEOUT_S = 5.0
 
 _C = TypeVar("_C")
@@ -64,9 +65,12 @@ class Service:
         recorder: Recorder | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
         max_requests: int = MAX_REQUESTS,
+        loading_timeout_s: float = LOADING_TIMEOUT_S,
+        load: Load = load_model,
     ) -> None:
-        """`open_checkpoints` and `open_ledger` are called in a thread; the service closes what they open.
+        """`open_checkpoints`, `open_ledger` and `load` are called in a thread; the service closes what they open.
         `keep_alive_s`: a stream without output for this long gets a comment. `max_requests`: how many run at a time.
+        `loading_timeout_s`: the longest wait of a request for a model that is being loaded.
         """
         self.replicas = replicas
         self.recorder: Recorder = recorder or NullRecorder()
@@ -77,7 +81,7 @@ class Service:
         self.capacity = Capacity(max_requests)
         self.workers = Workers()
         self.refusals: tuple[Refusal, ...] = (_NO_CONFIGURATION,)
-        self.has_served = False
+        self.served = asyncio.Event()  # there has been a key, and a model or slug
         self._open_checkpoints = open_checkpoints
         self._open_images = open_images
         self._images_config: ImagesConfig | None = None
@@ -88,6 +92,7 @@ class Service:
         self._number = 0
         self._access_changing = asyncio.Lock()
         self._catalog_changing = asyncio.Lock()
+        self._models = Models(self._serve, wait_s=loading_timeout_s, load=load)
         self._checkpoints: Checkpoints | None = None
         self._checkpoints_config: CheckpointsConfig | None = None
         self._retired: list[Checkpoints] = []
@@ -97,8 +102,9 @@ class Service:
 
     async def reconfigure(self, raw: object) -> None:
         """Apply the valid parts of a configuration. Log the errors of the other parts, which keep their previous
-        values. Keys and limits apply at once, while other parts are still being loaded. Running requests finish with
-        their old settings. Never raises: Ray would stop an ingress that serves.
+        values. Keys and limits apply at once, while other parts are still being loaded, and each model once it is
+        loaded. Running requests finish with their old settings. Returns when everything is loaded. Never raises: Ray
+        would stop an ingress that serves.
         """
         reading = read_config(raw, self._wanted)
         self._number += 1
@@ -113,11 +119,15 @@ class Service:
             refusals += await self._take_over_checkpoints(reading.config.checkpoints)
             refusals += await self._take_over_images(reading.config.images)
             refusals += await self._take_over_marketplace(reading.config.marketplace)
-            refusals += await self._take_over_models(reading.config.models)
-            settings = self.settings
-            is_served = settings.catalog.models or settings.marketplace.slugs
-            self.has_served |= bool(is_served and len(settings.keyring))
-            self._note(tuple(refusals))
+            loading = self._models.take_over(reading.config.models)
+            self._serve()
+            self._note(refusals)
+        for one in loading:
+            outcome = await one.outcome
+            if isinstance(outcome, Refusal) and number == self._number:
+                self._note([outcome], before=self.refusals)
+        if number == self._number:
+            self._log_settings()
 
     @property
     def config_error(self) -> str | None:
@@ -126,7 +136,7 @@ class Service:
 
     def require_configuration(self) -> None:
         """Raises `ConfigRefused` with the reason until there has been a key, and a model or slug."""
-        if not self.has_served:
+        if not self.served.is_set():
             raise ConfigRefused(self.config_error or str(_NO_CONFIGURATION))
 
     def book(self, record: RequestRecord) -> None:
@@ -144,6 +154,7 @@ class Service:
         if self.ledger is not None:
             self.ledger.close()
         self.workers.close()
+        self._models.close()
         self._key_reader.close()
         for checkpoints in (*self._retired, self._checkpoints):
             if checkpoints is not None:
@@ -174,7 +185,7 @@ class Service:
         if isinstance(checkpoints, Refusal):
             return [checkpoints]
         before, self._checkpoints, self._checkpoints_config = self._checkpoints, checkpoints, config
-        self._serve(self.settings.catalog.models)
+        self._serve()
         if before is not None:
             self._retire(before, self._longest_request_s)
         self._longest_request_s = _longest_request_s(self.settings.limits)
@@ -206,28 +217,13 @@ class Service:
         await before.close(marketplace)
         return list(marketplace.refusals)
 
-    async def _take_over_models(self, configs: Sequence[ModelConfig]) -> list[Refusal]:
-        """Serve each model as soon as it is loaded. Until then, and if loading fails, its previous version stays."""
-        loaded = self.settings.catalog.models
-        models = {config.id: loaded[config.id] for config in configs if config.id in loaded}
-        self._serve(models)
-        refusals = []
-        for config in configs:
-            before = models.get(config.id)
-            if before is not None and before.config == config:
-                continue
-            model = await _attempt("models", f"The model {config.id!r}", load_model, config)
-            if isinstance(model, Refusal):
-                refusals.append(model)
-            else:
-                models[config.id] = model
-                self._serve({config.id: models[config.id] for config in configs if config.id in models})
-        return refusals
-
-    def _serve(self, models: Mapping[str, ServedModel]) -> None:
-        catalog = self.settings.catalog
-        if list(models.values()) != list(catalog.models.values()) or catalog.checkpoints is not self._checkpoints:
-            self.settings = replace(self.settings, catalog=Catalog(dict(models), self._checkpoints))
+    def _serve(self) -> None:
+        """Serve the models as they are now: loaded, or being loaded."""
+        catalog, entries = self.settings.catalog, self._models.entries
+        if list(entries.values()) != list(catalog.entries.values()) or catalog.checkpoints is not self._checkpoints:
+            self.settings = replace(self.settings, catalog=Catalog(entries, self._checkpoints))
+        if (self.settings.catalog.models or self.settings.marketplace.slugs) and len(self.settings.keyring):
+            self.served.set()
 
     def _retire(self, checkpoints: Checkpoints, longest_request_s: float) -> None:
         """Close the store once no request that began with it can be running."""
@@ -239,17 +235,20 @@ class Service:
         self._retired.append(checkpoints)
         asyncio.get_running_loop().call_later(longest_request_s, close)
 
-    def _note(self, refusals: tuple[Refusal, ...]) -> None:
-        self.refusals = refusals
-        self.recorder.config_checked(refusals)
+    def _note(self, refusals: Iterable[Refusal], before: tuple[Refusal, ...] = ()) -> None:
+        """Refusals of the last configuration, beside those of `before`."""
+        self.refusals = (*before, *refusals)
+        self.recorder.config_checked(self.refusals)
+        for refusal in self.refusals[len(before) :]:
+            logger.error("Configuration: refused: %s", refusal)
+
+    def _log_settings(self) -> None:
         logger.info(
             "Configuration: %d models, %d slugs and %d keys are served.",
             len(self.settings.catalog.models),
             len(self.settings.marketplace.slugs),
             len(self.settings.keyring),
         )
-        for refusal in refusals:
-            logger.error("Configuration: refused: %s", refusal)
 
 
 def _longest_request_s(limits: LimitsConfig) -> float:

@@ -54,6 +54,15 @@ def test_between_bounds_replicas_come_and_go_as_the_arguments_say(build: Any, ex
     assert (scaling.target_ongoing_requests, *delays) == expected
 
 
+@pytest.mark.parametrize(("target", "share"), [(None, 0.8), (4, 0.4), (99, 1.0)])
+def test_a_model_scales_by_its_load_and_not_by_its_requests(target: int | None, share: float) -> None:
+    scaling = {"min": 0, "max": 3, "target": target, "target_kv": 0.7, "drain_s": 9}
+    policy = engine(max_running=10, replicas=scaling)._deployment_config.autoscaling_config.policy
+    assert policy.policy_function == "serve_app.replicas.scaling.policy:LoadPolicy"
+    assert policy.policy_kwargs == {"target_batch": share, "target_kv": 0.7, "drain_s": 9.0}
+    assert callable(policy.get_policy()(**policy.policy_kwargs))
+
+
 @pytest.mark.parametrize("build", [engine_options, image_options])
 def test_what_scales_differs_in_every_build(build: Any) -> None:
     """Serve would stop scaling what is built again without a change."""

@@ -25,6 +25,8 @@ from serve_app.api.record import RequestRecord
 from serve_app.base.errors import CheckpointNotFound
 from serve_app.base.model_id import CheckpointPath, parse_checkpoint_path
 from serve_app.catalog.catalog import Checkpoints, ResolvedCheckpoint
+from serve_app.catalog.loading import Load
+from serve_app.catalog.served_model import load_model
 from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.checkpoints.listing import ListedCheckpoint, Listing
 from serve_app.config.checking.refusal import Refusal
@@ -263,6 +265,8 @@ def running_edge(
     recorder: ListRecorder | None = None,
     open_checkpoints: Callable[[CheckpointsConfig], Checkpoints] | None = None,
     max_requests: int = 4096,
+    load: Load = load_model,
+    loading_timeout_s: float = 10,
 ) -> Iterator[RunningEdge]:
     """Start everything on a thread with its own event loop, and end it without leftovers. `engine`: settings of the
     deterministic one, or what makes another, which knows no script. `open_checkpoints` None: those in memory.
@@ -294,6 +298,8 @@ def running_edge(
             recorder=records,
             keep_alive_s=KEEP_ALIVE_S,
             max_requests=max_requests,
+            load=load,
+            loading_timeout_s=loading_timeout_s,
         )
         await service.reconfigure(config)
         settings = uvicorn.Config(build_http_app(service), log_config=None, lifespan="off", access_log=False)

@@ -20,8 +20,8 @@ async def not_ready(edge: Edge, slug: Slug) -> frozenset[str]:
     not among them: its base model is known once the checkpoint was looked up.
     """
     models = {endpoint.name: _base(endpoint) for endpoint in slug.endpoints}
-    served = edge.catalog.models
-    apps = {name: served[base].config.app for name, base in models.items() if base in served}
+    served = edge.catalog.apps
+    apps = {name: served[base] for name, base in models.items() if base in served}
     reasons = await edge.replicas.readiness(set(apps.values())) if apps else {}
     return frozenset(name for name, base in models.items() if base and (name not in apps or reasons[apps[name]]))
 

@@ -41,7 +41,7 @@ MINIMAL = {"id": "m", "source": "owner/model"}
         (
             {"replicas": {"most": 2}},
             "replicas.most is not a known key; the keys here are "
-            "min, max, look_back_period_s, upscale_delay_s, downscale_delay_s, target.",
+            "min, max, look_back_period_s, upscale_delay_s, downscale_delay_s, target, target_kv, drain_s.",
         ),
         ({"health": {"stalled_after_s": 0}}, "health.stalled_after_s must be greater than 0, got 0."),
         ({"exact": True, "dtype": "bfloat16"}, "exact needs dtype float32, not 'bfloat16'."),
