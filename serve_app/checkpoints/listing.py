@@ -164,7 +164,7 @@ def _look_at(root: str, run: str, name: str, search: Search) -> None:
             if path is not None and search.claim(path) and {CONFIG_FILE, WEIGHTS_FILE} <= folder.files.keys():
                 about, config = folder.files.get(METADATA_FILE), folder.files[CONFIG_FILE]
                 text = None if about is None else read_at(about, MAX_CONFIG_BYTES)
-                is_young = time.time() - folder.changed_at < YOUNG_S
+                is_young = abs(time.time() - folder.changed_at) < YOUNG_S
                 reader = Reader(folder, Report(str(path)), search.max_bytes, is_young)
                 read = partial(read_at, config, MAX_CONFIG_BYTES)
                 search.add(path, text, read, folder.changed_at, reader.at_a_glance)

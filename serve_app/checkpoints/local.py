@@ -1,8 +1,10 @@
 """A root on this machine's file system, NFS included.
 
 Every request opens the files again, because only opening makes an NFS client ask its server. Results are cached by the
-files' identity, size and time stamps, once these are old enough that any later write must change them. Over NFS, mount
-with `lookupcache=positive`. Otherwise a new checkpoint stays invisible for as long as the client caches the folder.
+files' identity, size and time stamps, once these are old enough that any later write must change them. Time stamps may
+come from a clock that is ahead of ours, so what counts is also for how long this process has seen the same files. Over
+NFS, mount with `lookupcache=positive`. Otherwise a new checkpoint stays invisible for as long as the client caches the
+folder.
 
 A run that replaces a checkpoint should write a new folder and rename it, or list the files' SHA-256 in checkpoint.json.
 Otherwise a new configuration with old weights looks like a complete checkpoint.
@@ -35,9 +37,12 @@ YOUNG_S: Final = 10.0
 _STAMP_S: Final = 2.0
 # The kernel takes time stamps from its last tick: a write within this time may not change the stamp.
 _TICK_S: Final = 0.02
+# How far the clocks of two machines may be apart and count as equal. What seems older than that is old.
+_CLOCKS_S: Final = 30.0
 _ATTEMPTS: Final = 4
 _REMEMBERED: Final = 4096
 _REMEMBERED_CHARACTERS: Final = 1 << 25
+_SIGHTINGS: Final = 1 << 16
 
 LookupResult = Checkpoint | OwnedRefused
 
@@ -83,6 +88,49 @@ def _characters(outcome: LookupResult) -> int:
     return len(outcome.chat_template or "") if isinstance(outcome, Checkpoint) else 0
 
 
+class _Sightings:
+    """Since when the files at a path are as they are, by our own clock. Bounded. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._first: OrderedDict[CheckpointPath, tuple[int, float]] = OrderedDict()
+
+    def since(self, path: CheckpointPath, state: Fingerprint, now: float) -> float:
+        """When this state was seen first; `now` if that is now."""
+        with self._mutex:
+            known = self._first.get(path)
+            if known is None or known[0] != hash(state):
+                known = self._first[path] = (hash(state), now)
+            self._first.move_to_end(path)
+            if len(self._first) > _SIGHTINGS:
+                self._first.popitem(last=False)
+            return known[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Age:
+    """How old the state of files is: by their time stamps and our clock, which may disagree, and how long we have seen
+    it. In seconds.
+    """
+
+    told: float
+    seen: float
+
+    @property
+    def still_ticks(self) -> bool:
+        """Whether a write may come with the same time stamp."""
+        return max(self.told, self.seen) < _TICK_S
+
+    @property
+    def is_young(self) -> bool:
+        return max(self.told, self.seen) < YOUNG_S
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether any later write must change the state, whatever the clock of the time stamps says."""
+        return self.seen >= _STAMP_S or self.told >= _CLOCKS_S
+
+
 class LocalRoot:
     """One folder. `looks` runs calls that take microseconds, `reads` runs calls that read a checkpoint."""
 
@@ -95,6 +143,7 @@ class LocalRoot:
         reads: Executor,
         max_bytes: int,
         clock: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
         self.root = os.path.abspath(root)
         self.num_reads = 0
@@ -103,7 +152,9 @@ class LocalRoot:
         self._reading = SingleFlight[tuple[CheckpointPath, Fingerprint], Checkpoint | None](reads)
         self._max_bytes = max_bytes
         self._clock = clock
+        self._elapsed = elapsed
         self._memory = _Memory()
+        self._sightings = _Sightings()
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
         """The content that the path has now; None when it does not exist.
@@ -143,17 +194,21 @@ class LocalRoot:
             seen = self._look(path)
             if not isinstance(seen, _Seen):
                 return _settled(seen)
-            now = self._clock()
-            if 0 <= now - seen.changed_at < _TICK_S:
-                time.sleep(_TICK_S - (now - seen.changed_at))
+            age = self._age(path, seen)
+            if age.still_ticks:
+                time.sleep(_TICK_S)
                 continue
-            outcome = self._outcome(path, seen, report, is_young=now - seen.changed_at < YOUNG_S)
+            outcome = self._outcome(path, seen, report, is_young=age.is_young)
             after = self._look(path)
             if outcome is not None and isinstance(after, _Seen) and after.state == seen.state:
-                if now - seen.changed_at >= _STAMP_S and not isinstance(outcome, OwnedIncomplete):
+                if age.is_settled and not isinstance(outcome, OwnedIncomplete):
                     self._memory.put(path, seen.state, outcome)
                 return _settled(outcome)
         raise report.incomplete("it is being written.")
+
+    def _age(self, path: CheckpointPath, seen: _Seen) -> _Age:
+        now = self._elapsed()
+        return _Age(self._clock() - seen.changed_at, now - self._sightings.since(path, seen.state, now))
 
     def _outcome(
         self, path: CheckpointPath, seen: _Seen, report: Report, *, is_young: bool

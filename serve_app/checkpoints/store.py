@@ -59,6 +59,7 @@ class CheckpointStore:
         timeout_s: float = 60.0,
         recheck_s: float = 2.0,
         clock: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
         """`roots`: folders and URLs, in search order. `cache_directory` None: a folder under the user's cache.
         `max_bytes`: of one checkpoint's weights. `timeout_s`: how long a request waits; the work continues for later
@@ -71,6 +72,7 @@ class CheckpointStore:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._clock = clock
+        self._elapsed = elapsed
         self._roots = [self._root(root, max_bytes, recheck_s) for root in roots]
         # Each root has its own: one that hangs keeps them all.
         self._searches = [ThreadPoolExecutor(2, thread_name_prefix="checkpoint-list") for _ in roots]
@@ -100,7 +102,13 @@ class CheckpointStore:
                 recheck_s=recheck_s,
             )
         return LocalRoot(
-            root, self._cache, looks=self._looks, reads=self._reads, max_bytes=max_bytes, clock=self._clock
+            root,
+            self._cache,
+            looks=self._looks,
+            reads=self._reads,
+            max_bytes=max_bytes,
+            clock=self._clock,
+            elapsed=self._elapsed,
         )
 
     @property
