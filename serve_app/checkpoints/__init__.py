@@ -7,6 +7,7 @@ their content.
 - `metadata.py`: checkpoint.json; `archive.py`, `tar.py`: a checkpoint as a tar file.
 - `disk_cache.py`: local copies, bounded; `listing.py`: lists of checkpoints.
 - `report.py`: errors with the checkpoint's owner.
+- `root_threads.py`: the threads of one root, and what happens to a root that hangs.
 - `root_folder.py`: opens files below a root; `filesystem.py`: fsspec.
 
 Errors are those of `serve_app.base.errors`: `CheckpointError` and its subclasses, and `InvalidRequest` for a link that

@@ -17,8 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from engines.interface.errors import afresh
@@ -30,6 +29,7 @@ from serve_app.checkpoints.content import Fingerprint, Reader, fingerprint, open
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused, Report
 from serve_app.checkpoints.root_folder import open_below
+from serve_app.checkpoints.root_threads import RootThreads
 
 FOLDER: Final = "sampler_weights"
 YOUNG_S: Final = 10.0
@@ -49,11 +49,14 @@ LookupResult = Checkpoint | OwnedRefused
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The state of a path now: `changed_at` in seconds since 1970, `is_tar`, and the files' state."""
+    """The state of a path now: the files' state, `changed_at` in seconds since 1970, `is_tar`, and the outcome for this
+    state if it is cached.
+    """
 
     state: Fingerprint
     changed_at: float
     is_tar: bool
+    known: LookupResult | None = None
 
 
 class _Memory:
@@ -106,6 +109,15 @@ class _Sightings:
                 self._first.popitem(last=False)
             return known[1]
 
+    def forget(self, path: CheckpointPath) -> None:
+        """The path does not exist."""
+        with self._mutex:
+            self._first.pop(path, None)
+
+    def __contains__(self, path: CheckpointPath) -> bool:
+        with self._mutex:
+            return path in self._first
+
 
 @dataclass(frozen=True, slots=True)
 class _Age:
@@ -132,15 +144,14 @@ class _Age:
 
 
 class LocalRoot:
-    """One folder. `looks` runs calls that take microseconds, `reads` runs calls that read a checkpoint."""
+    """One folder."""
 
     def __init__(
         self,
         root: str,
         cache: DiskCache,
         *,
-        looks: Executor,
-        reads: Executor,
+        threads: RootThreads,
         max_bytes: int,
         clock: Callable[[], float] = time.time,
         elapsed: Callable[[], float] = time.monotonic,
@@ -148,8 +159,8 @@ class LocalRoot:
         self.root = os.path.abspath(root)
         self.num_reads = 0
         self._cache = cache
-        self._looks = looks
-        self._reading = SingleFlight[tuple[CheckpointPath, Fingerprint], Checkpoint | None](reads)
+        self._threads = threads
+        self._reading = SingleFlight[tuple[CheckpointPath, Fingerprint], Checkpoint | None](threads.reads)
         self._max_bytes = max_bytes
         self._clock = clock
         self._elapsed = elapsed
@@ -159,25 +170,37 @@ class LocalRoot:
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
         """The content that the path has now; None when it does not exist.
 
-        Raises `OwnedIncomplete`, `OwnedRefused`, `LeavesRoot`, `CacheFull` or `OSError`.
+        Raises `NoAnswer`, `OwnedIncomplete`, `OwnedRefused`, `LeavesRoot`, `CacheFull` or `OSError`.
         """
-        seen = await asyncio.get_running_loop().run_in_executor(self._looks, self._look, path)
-        if not isinstance(seen, _Seen):
-            return _settled(seen)
+        loop = asyncio.get_running_loop()
+        async with self._threads.in_time():
+            seen = await loop.run_in_executor(self._threads.looks, self._look, path)
+        if seen is None:
+            return None
+        if seen.known is not None and not seen.is_tar:
+            return _settled(seen.known)
+        if seen.known is not None and await loop.run_in_executor(self._threads.entries, self._is_there, seen.known):
+            return _settled(seen.known)
         return await self._reading.run((path, seen.state), lambda: self._read(path))
 
-    def _look(self, path: CheckpointPath) -> _Seen | LookupResult | None:
-        """The cached outcome of the path, or else its state."""
+    def has_had(self, path: CheckpointPath) -> bool:
+        """Whether the path existed when it was looked at last."""
+        return path in self._sightings
+
+    def _look(self, path: CheckpointPath) -> _Seen | None:
+        """The state of the path, with its cached outcome."""
         with open_folder(self.root, _parts(path)) as folder:
             seen = None if folder is None else _Seen(folder.fingerprint, folder.changed_at, is_tar=False)
         if seen is None:
             seen = self._look_for_tar(path)
         if seen is None:
+            self._sightings.forget(path)
             return None
-        known = self._memory.get(path, seen.state)
-        if isinstance(known, Checkpoint) and seen.is_tar and self._cache.use(known.digest) is None:
-            return seen
-        return known or seen
+        return replace(seen, known=self._memory.get(path, seen.state))
+
+    def _is_there(self, known: LookupResult) -> bool:
+        """Whether the content of a tar file is still in the disk cache; a refusal has none."""
+        return not isinstance(known, Checkpoint) or self._cache.use(known.digest) is not None
 
     def _look_for_tar(self, path: CheckpointPath) -> _Seen | None:
         with open_below(self.root, _parts(path, ".tar")) as found:
@@ -192,15 +215,17 @@ class LocalRoot:
         report = Report(str(path))
         for _ in range(_ATTEMPTS):
             seen = self._look(path)
-            if not isinstance(seen, _Seen):
-                return _settled(seen)
+            if seen is None:
+                return None
+            if seen.known is not None and not (seen.is_tar and not self._is_there(seen.known)):
+                return _settled(seen.known)
             age = self._age(path, seen)
             if age.still_ticks:
                 time.sleep(_TICK_S)
                 continue
             outcome = self._outcome(path, seen, report, is_young=age.is_young)
             after = self._look(path)
-            if outcome is not None and isinstance(after, _Seen) and after.state == seen.state:
+            if outcome is not None and after is not None and after.state == seen.state:
                 if age.is_settled and not isinstance(outcome, OwnedIncomplete):
                     self._memory.put(path, seen.state, outcome)
                 return _settled(outcome)

@@ -1,8 +1,9 @@
 """A root that fsspec reaches: object stores, hubs, web servers.
 
 A change is detected by the store's description of the files (ETag, generation, time of change), fetched at most every
-`recheck_s`. The disk cache records the content of each path, so that a restart downloads nothing again. Failures are
-cached for seconds. An incomplete or refused checkpoint is cached until the description changes.
+`recheck_s`; so is that nothing is there. The disk cache records the content of each path, so that a restart downloads
+nothing again. Failures are cached for seconds. An incomplete or refused checkpoint is cached until the description
+changes.
 """
 
 import json
@@ -11,7 +12,6 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
@@ -34,9 +34,11 @@ from serve_app.checkpoints.filesystem import FileState, FileSystem, StoreFailed
 from serve_app.checkpoints.local import FOLDER, YOUNG_S
 from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata
 from serve_app.checkpoints.report import Report, Unfit
+from serve_app.checkpoints.root_threads import NoAnswer, RootThreads
 
 _ATTEMPTS = 3
 _REMEMBERED = 1024
+_ABSENT = 16_384
 _FAILED_S = 3.0
 
 
@@ -68,7 +70,7 @@ class _Known:
 
 
 class RemoteRoot:
-    """One root. Owned by one event loop; `looks` runs queries to the store, `reads` runs downloads."""
+    """One root. Owned by one event loop."""
 
     def __init__(
         self,
@@ -76,8 +78,7 @@ class RemoteRoot:
         url: str,
         cache: DiskCache,
         *,
-        looks: Executor,
-        reads: Executor,
+        threads: RootThreads,
         max_bytes: int,
         recheck_s: float = 2.0,
     ) -> None:
@@ -85,20 +86,25 @@ class RemoteRoot:
         self.num_fetches = 0
         self._url = url
         self._cache = cache
-        self._listings = SingleFlight[CheckpointPath, _Listing | None](looks)
-        self._entries = SingleFlight[tuple[CheckpointPath, str], str | None](looks)
-        self._fetches = SingleFlight[tuple[CheckpointPath, _Listing], tuple[Content, str]](reads)
+        self._threads = threads
+        self._listings = SingleFlight[CheckpointPath, _Listing | None](threads.looks)
+        self._entries = SingleFlight[tuple[CheckpointPath, str], str | None](threads.entries)
+        self._fetches = SingleFlight[tuple[CheckpointPath, _Listing], tuple[Content, str]](threads.reads)
         self._max_bytes = max_bytes
         self._recheck_s = recheck_s
         self._known: OrderedDict[CheckpointPath, _Known] = OrderedDict()
+        # When the store was asked last. Apart from what exists, which asking for many other paths would drop.
+        self._absent: OrderedDict[CheckpointPath, float] = OrderedDict()
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
         """The content that the path had at most `recheck_s` ago; None when it does not exist.
 
-        Raises a `CheckpointError`, `CacheFull` or `OSError`.
+        Raises a `CheckpointError`, which is `NoAnswer` if the store does not say what it has, `CacheFull` or `OSError`.
         """
-        known = self._remembered(path)
         now = time.monotonic()
+        if now < self._absent.get(path, -math.inf) + self._recheck_s:
+            return None
+        known = self._remembered(path)
         if known.error is not None and now < min(known.until, known.asked_at + self._recheck_s):
             raise afresh(known.error)
         if known.content is None or now >= known.asked_at + self._recheck_s:
@@ -118,18 +124,30 @@ class RemoteRoot:
     def _remembered(self, path: CheckpointPath) -> _Known:
         known = self._known.setdefault(path, _Known())
         self._known.move_to_end(path)
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
         return known
+
+    def _trim(self) -> None:
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        while len(self._absent) > _ABSENT:
+            self._absent.popitem(last=False)
+
+    def has_had(self, path: CheckpointPath) -> bool:
+        """Whether the path existed when the store was asked last."""
+        known = self._known.get(path)
+        return known is not None and known.listing is not None
 
     async def _ask(self, path: CheckpointPath, known: _Known) -> None:
         """Refresh the listing; drop the outcome of an older one."""
         try:
-            listing = await self._listings.run(path, lambda: self._list(path))
+            async with self._threads.in_time():
+                listing = await self._listings.run(path, lambda: self._list(path))
         except StoreFailed as exc:
-            known.error = CheckpointUnavailable(f"The store of the checkpoint {path} does not answer.")
+            known.error = NoAnswer(f"The store of the checkpoint {path} does not answer.")
             known.asked_at, known.until = time.monotonic(), time.monotonic() + _FAILED_S
             raise afresh(known.error) from exc
+        finally:
+            self._trim()
         now = time.monotonic()
         if listing != known.listing or not (listing and listing.is_telling) or now >= known.until:
             known.error = None
@@ -138,6 +156,9 @@ class RemoteRoot:
         if listing != known.listing:
             known.listing, known.since = listing, now
         known.asked_at = now
+        if listing is None:
+            self._known.pop(path, None)
+            self._absent[path] = now
 
     def _list(self, path: CheckpointPath) -> _Listing | None:
         folder = self.files.states((path.run, FOLDER, path.name), FILES)

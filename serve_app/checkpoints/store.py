@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,6 +28,7 @@ from serve_app.checkpoints.local import LocalRoot
 from serve_app.checkpoints.remote import RemoteRoot
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused
 from serve_app.checkpoints.root_folder import LeavesRoot
+from serve_app.checkpoints.root_threads import LOOK_S, NoAnswer, RootThreads
 from serve_app.config.paths import resolve_path
 from serve_app.config.service import CheckpointsConfig
 
@@ -58,25 +58,26 @@ class CheckpointStore:
         max_bytes: int = 8 << 30,
         timeout_s: float = 60.0,
         recheck_s: float = 2.0,
+        look_s: float = LOOK_S,
         clock: Callable[[], float] = time.time,
         elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
         """`roots`: folders and URLs, in search order. `cache_directory` None: a folder under the user's cache.
         `max_bytes`: of one checkpoint's weights. `timeout_s`: how long a request waits; the work continues for later
-        requests. Touches no file yet. Raises `ConfigRefused`.
+        requests. `look_s`: how long a root may take to say whether it has a checkpoint. Touches no file yet. Raises
+        `ConfigRefused`.
         """
         directory = cache_directory or str(Path.home() / ".cache" / "roundhouse" / "checkpoints")
         self._cache = DiskCache(directory, cache_bytes)
-        self._looks = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-look")
-        self._reads = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-read")
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._clock = clock
         self._elapsed = elapsed
-        self._roots = [self._root(root, max_bytes, recheck_s) for root in roots]
-        # Each root has its own: one that hangs keeps them all.
-        self._searches = [ThreadPoolExecutor(2, thread_name_prefix="checkpoint-list") for _ in roots]
-        self._listings = [SingleFlight[str | None, Search](searches) for searches in self._searches]
+        self._threads = [RootThreads(look_s, elapsed) for _ in roots]
+        self._roots = [
+            self._root(root, threads, max_bytes, recheck_s) for root, threads in zip(roots, self._threads, strict=True)
+        ]
+        self._listings = [SingleFlight[str | None, Search](threads.searches) for threads in self._threads]
 
     @classmethod
     def of(cls, config: CheckpointsConfig) -> Self:
@@ -88,24 +89,17 @@ class CheckpointStore:
             cache_bytes=config.cache_bytes,
         )
 
-    def _root(self, root: str, max_bytes: int, recheck_s: float) -> LocalRoot | RemoteRoot:
+    def _root(self, root: str, threads: RootThreads, max_bytes: int, recheck_s: float) -> LocalRoot | RemoteRoot:
         if root.startswith("file://"):
             root = root.removeprefix("file://")
         if "://" in root:
             return RemoteRoot(
-                FileSystem(root),
-                root,
-                self._cache,
-                looks=self._looks,
-                reads=self._reads,
-                max_bytes=max_bytes,
-                recheck_s=recheck_s,
+                FileSystem(root), root, self._cache, threads=threads, max_bytes=max_bytes, recheck_s=recheck_s
             )
         return LocalRoot(
             root,
             self._cache,
-            looks=self._looks,
-            reads=self._reads,
+            threads=threads,
             max_bytes=max_bytes,
             clock=self._clock,
             elapsed=self._elapsed,
@@ -149,11 +143,22 @@ class CheckpointStore:
         return checkpoint
 
     async def _find(self, path: CheckpointPath) -> Checkpoint | None:
-        """The content in the first root that has the path, complete or not."""
+        """The content in the first root that has the path, complete or not. A root that does not answer is passed by,
+        unless it is known to have the path. Raises `NoAnswer` if nothing is found and not all roots have answered.
+        """
+        silent: NoAnswer | None = None
         for root in self._roots:
-            checkpoint = await root.find(path)
+            try:
+                checkpoint = await root.find(path)
+            except NoAnswer as exc:
+                if root.has_had(path):
+                    raise  # another root's content would not be what this path has now
+                silent = exc
+                continue
             if checkpoint is not None:
                 return checkpoint
+        if silent is not None:
+            raise silent
         return None
 
     async def list(self, owner: str | None) -> Listing:
@@ -174,10 +179,8 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Stop. Running calls finish later; their results are dropped."""
-        self._looks.shutdown(wait=False, cancel_futures=True)
-        self._reads.shutdown(wait=False, cancel_futures=True)
-        for searches in self._searches:
-            searches.shutdown(wait=False, cancel_futures=True)
+        for threads in self._threads:
+            threads.close()
 
 
 def _search_root(root: LocalRoot | RemoteRoot, owner: str | None, max_bytes: int) -> Search:

@@ -100,12 +100,11 @@ def test_the_store_is_asked_at_most_every_so_often(bucket: Bucket, tmp_path: Pat
         assert run(lambda: store.resolve(PATH)).digest == digest(files(1))
 
 
-def test_what_is_missing_is_asked_for_every_time(bucket: Bucket, tmp_path: Path) -> None:
-    with opened_store(bucket.url, cache=tmp_path, recheck_s=1000.0) as store:
-        with pytest.raises(CheckpointNotFound):
-            run(lambda: store.resolve(PATH))
-        bucket.put(files())
-        assert run(lambda: store.resolve(PATH)).digest == digest(files())
+def test_what_is_missing_is_found_when_the_store_is_asked_again(bucket: Bucket, store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointNotFound):
+        run(lambda: store.resolve(PATH))
+    bucket.put(files())
+    assert run(lambda: store.resolve(PATH)).digest == digest(files())
 
 
 def test_a_restart_fetches_nothing_again(bucket: Bucket, tmp_path: Path) -> None:
