@@ -3,6 +3,7 @@ adapter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +67,9 @@ class Checkpoints(Protocol):
         """The content that the path has now. Raises a `CheckpointError`; another owner's private checkpoint counts as
         not found.
         """
+
+    def keep(self, adapter: Adapter) -> AbstractAsyncContextManager[None]:
+        """Keep the adapter's files for as long as the context lasts. Raises `AdapterChanged` when they are gone."""
 
     async def list(self, owner: str | None) -> Listing:
         """The checkpoints that this owner may use."""
@@ -143,6 +147,12 @@ class Catalog:
         adapter = Adapter(checkpoint.digest, str(checkpoint.directory))
         renderer = await self._renderer(model, checkpoint)
         return ResolvedModel(requested, model, context_length, renderer, adapter, model_id.checkpoint)
+
+    def keep(self, target: ResolvedModel) -> AbstractAsyncContextManager[None]:
+        """Keep the files that the target needs, for as long as the context lasts. Raises `AdapterChanged`."""
+        if target.adapter is None or self.checkpoints is None:
+            return nullcontext()
+        return self.checkpoints.keep(target.adapter)
 
     def _base(self, base: BaseModelId, caller: Caller) -> tuple[ServedModel, int]:
         model = self.models.get(base.name)

@@ -5,7 +5,7 @@ their content.
 - `local.py`: roots on a file system; `remote.py`: roots that fsspec reaches.
 - `checkpoint.py`: a verified checkpoint; `content.py`: one folder, its completeness and digest.
 - `metadata.py`: checkpoint.json; `archive.py`, `tar.py`: a checkpoint as a tar file.
-- `disk_cache.py`: local copies, bounded; `listing.py`: lists of checkpoints.
+- `disk_cache.py`, `pins.py`: local copies, bounded; `listing.py`: lists of checkpoints.
 - `report.py`: errors with the checkpoint's owner.
 - `root_threads.py`: the threads of one root, and what happens to a root that hangs.
 - `root_folder.py`: opens files below a root; `filesystem.py`: fsspec.

@@ -3,10 +3,12 @@
 - `content/<digest>/`: adapter_config.json and adapter_model.safetensors; always complete.
 - `names/<hash>.json`: the content of a remote path at its last download, so that a restart downloads nothing again.
 - `work/<random>/`: a download in progress; never read, removed when it is old.
+- `pins/<digest>`: locked by each process whose requests use the entry (`pins.py`).
 - `lock`: held by a process while it adds or removes entries.
 
-The least recently used entries are removed first; an entry used within `in_use_s` stays. An entry is written under
-another name, flushed, and renamed. A process hashes each entry before its first use.
+The least recently used entries are removed first; a pinned entry stays. An entry is written under another name,
+flushed, and renamed; one that is there already and not damaged stays as it is, for its readers. A process hashes each
+entry before its first use.
 """
 
 import fcntl
@@ -23,11 +25,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, combined_digest
+from serve_app.checkpoints.pins import Pins
 
 logger = logging.getLogger(__name__)
 
 _ABANDONED_S: Final = 6 * 3600.0
-_TOUCH_S: Final = 30.0
+_TOUCH_S: Final = 1.0
 _MAX_NOTES: Final = 4096
 
 
@@ -47,12 +50,12 @@ class DiskCache:
     disk fails.
     """
 
-    def __init__(self, directory: str, budget_bytes: int, *, in_use_s: float = 900.0) -> None:
+    def __init__(self, directory: str, budget_bytes: int) -> None:
         """Does not touch the disk yet."""
         self.evictions = 0
         self._directory = directory
         self._budget_bytes = budget_bytes
-        self._in_use_s = in_use_s
+        self._pins = Pins(os.path.join(directory, "pins"))
         self._mutex = threading.Lock()
         self._verified: set[str] = set()
         self._reserved: dict[str, int] = {}
@@ -82,9 +85,8 @@ class DiskCache:
                 _flush(os.path.join(path, name))
         _flush(path)
         entry = self._entry(digest)
+        self.use(digest)  # removes a damaged one; whole ones only are published
         with self._locked():
-            if digest not in self._verified:
-                self._remove(entry)  # this process has not checked the existing entry
             if not os.path.isdir(entry):
                 os.rename(path, entry)
                 _flush(os.path.dirname(entry))
@@ -100,21 +102,40 @@ class DiskCache:
         try:
             if digest in self._verified:
                 os.stat(os.path.join(entry, WEIGHTS_FILE))
-                if time.time() - os.stat(entry).st_mtime > _TOUCH_S:
+                if abs(time.time() - os.stat(entry).st_mtime) > _TOUCH_S:
                     os.utime(entry)
                 return entry
             os.utime(entry)
-            if _digest_of(entry) == digest:
+            if _is_whole(entry, digest):
                 self._verified.add(digest)
                 return entry
         except FileNotFoundError:
             if not os.path.isdir(entry):
                 self._verified.discard(digest)
                 return None
-        logger.error("Removing a damaged checkpoint from the cache: %s", digest)
         with self._locked():
+            if _is_whole(entry, digest):  # another process has replaced it since
+                return entry
+            logger.error("Removing a damaged checkpoint from the cache: %s", digest)
             self._remove(entry)
         return None
+
+    def pin(self, digest: str) -> bool:
+        """Keep the entry until it is unpinned; False when there is none, and nothing to unpin."""
+        if not os.path.isdir(self._entry(digest)):
+            return False
+        self._pins.pin(digest)
+        if self.use(digest) is None:
+            self._pins.unpin(digest)
+            return False
+        return True
+
+    def unpin(self, digest: str) -> None:
+        self._pins.unpin(digest)
+
+    def holds(self, directory: str) -> bool:
+        """Whether this is the folder of an entry."""
+        return os.path.dirname(directory) == os.path.join(self._directory, "content")
 
     def note(self, name: str, text: str) -> None:
         """Store a small text under a name; it survives restarts."""
@@ -162,10 +183,11 @@ class DiskCache:
         for entry in entries:
             if used + nbytes <= self._budget_bytes:
                 return
-            if now - entry.used_at > self._in_use_s:
-                self._remove(entry.path)
-                self.evictions += 1
-                used -= entry.nbytes
+            with self._pins.alone(os.path.basename(entry.path)) as is_unused:
+                if is_unused:
+                    self._remove(entry.path)
+                    self.evictions += 1
+                    used -= entry.nbytes
         if used + nbytes > self._budget_bytes:
             raise CacheFull
 
@@ -186,12 +208,16 @@ def _entries(directory: str) -> Iterator[_Entry]:
                 yield _Entry(item.path, nbytes, item.stat(follow_symlinks=False).st_mtime)
 
 
-def _digest_of(entry: str) -> str:
+def _is_whole(entry: str, digest: str) -> bool:
+    """Whether the entry holds the content with this digest."""
     hashes = []
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        with open(os.path.join(entry, name), "rb") as file:
-            hashes.append(hashlib.file_digest(file, "sha256").digest())
-    return combined_digest(*hashes)
+        try:
+            with open(os.path.join(entry, name), "rb") as file:
+                hashes.append(hashlib.file_digest(file, "sha256").digest())
+        except FileNotFoundError:
+            return False
+    return combined_digest(*hashes) == digest
 
 
 def _flush(path: str) -> None:

@@ -9,14 +9,17 @@ announcement: the first request after its last byte was written finds it. The sa
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Self
 
+from engines.interface.errors import AdapterChanged
+from engines.interface.protocol import Adapter
 from serve_app.base.errors import CheckpointNotFound, CheckpointUnavailable, InvalidRequest
 from serve_app.base.model_id import CheckpointPath
 from serve_app.base.single_flight import SingleFlight
@@ -69,6 +72,7 @@ class CheckpointStore:
         """
         directory = cache_directory or str(Path.home() / ".cache" / "roundhouse" / "checkpoints")
         self._cache = DiskCache(directory, cache_bytes)
+        self._pinning = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-pin")
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._clock = clock
@@ -142,6 +146,27 @@ class CheckpointStore:
             raise _not_found(path)
         return checkpoint
 
+    @asynccontextmanager
+    async def keep(self, adapter: Adapter) -> AsyncIterator[None]:
+        """Keep the adapter's local copy for as long as the context lasts. Raises `AdapterChanged` when it is gone."""
+        if not self._cache.holds(adapter.directory):
+            yield
+            return
+        pinning = asyncio.get_running_loop().run_in_executor(self._pinning, self._cache.pin, adapter.digest)
+        try:
+            if not await asyncio.shield(pinning):
+                raise AdapterChanged("The copy of the checkpoint was just removed from the checkpoint cache.")
+            yield
+        finally:
+            if pinning.done():
+                self._unpin(adapter.digest, pinning)
+            else:
+                pinning.add_done_callback(partial(self._unpin, adapter.digest))
+
+    def _unpin(self, digest: str, pinning: asyncio.Future[bool]) -> None:
+        if not pinning.cancelled() and pinning.exception() is None and pinning.result():
+            self._cache.unpin(digest)
+
     async def _find(self, path: CheckpointPath) -> Checkpoint | None:
         """The content in the first root that has the path, complete or not. A root that does not answer is passed by,
         unless it is known to have the path. Raises `NoAnswer` if nothing is found and not all roots have answered.
@@ -179,6 +204,7 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Stop. Running calls finish later; their results are dropped."""
+        self._pinning.shutdown(wait=False)
         for threads in self._threads:
             threads.close()
 

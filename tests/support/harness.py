@@ -9,8 +9,8 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -19,8 +19,8 @@ import openai
 import uvicorn
 
 from engines.fake import FakeConfig, FakeEngine
-from engines.interface.errors import EngineError
-from engines.interface.protocol import Engine, GenerateRequest
+from engines.interface.errors import AdapterChanged, EngineError
+from engines.interface.protocol import Adapter, Engine, GenerateRequest
 from serve_app.api.record import RequestRecord
 from serve_app.base.errors import CheckpointNotFound
 from serve_app.base.model_id import CheckpointPath, parse_checkpoint_path
@@ -61,9 +61,13 @@ class StoredCheckpoint:
 
 @dataclass
 class MemoryCheckpoints:
-    """Checkpoints by path; an exception in place of one is raised."""
+    """Checkpoints by path; an exception in place of one is raised. `kept`: the digests that requests use; `removed`:
+    those that are gone when a request begins to use them, once each.
+    """
 
     held: dict[str, StoredCheckpoint | Exception] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def resolve_for(self, path: CheckpointPath, caller: str | None) -> ResolvedCheckpoint:
@@ -74,6 +78,17 @@ class MemoryCheckpoints:
         if not is_open_to(found.owner, public=found.public, caller=caller):
             raise denied
         return found
+
+    @asynccontextmanager
+    async def keep(self, adapter: Adapter) -> AsyncIterator[None]:
+        if adapter.digest in self.removed:
+            self.removed.remove(adapter.digest)
+            raise AdapterChanged("removed from the cache")
+        self.kept.append(adapter.digest)
+        try:
+            yield
+        finally:
+            self.kept.remove(adapter.digest)
 
     async def list(self, owner: str | None) -> Listing:
         mine = tuple(
