@@ -228,14 +228,16 @@ class RemoteRoot:
     def _limit(self, file: FileState, listing: _Listing) -> int | None:
         return self._max_bytes if listing.is_tar else max_file_bytes(file.name, self._max_bytes)
 
-    def _about(self, folder: tuple[str, ...], listing: _Listing) -> Metadata:
-        """The checkpoint's metadata, if it can be read."""
+    def _about(self, folder: tuple[str, ...], listing: _Listing) -> Metadata | None:
+        """What the checkpoint says about itself; None if that cannot be read."""
         about = next((file for file in listing.files if file.name == METADATA_FILE), None)
-        text = about and self.files.text(folder, about, MAX_CONFIG_BYTES)
-        try:
-            return parse_metadata(text) if text else Metadata()
-        except (NotJson, BadField):
+        if about is None:
             return Metadata()
+        text = self.files.text(folder, about, MAX_CONFIG_BYTES)
+        try:
+            return None if text is None else parse_metadata(text)
+        except (NotJson, BadField):
+            return None
 
     def _problem(self, listing: _Listing, report: Report) -> Callable[[], Unfit] | None:
         """The error that the listing alone shows, before any download."""

@@ -9,6 +9,7 @@ announcement: the first request after its last byte was written finds it. The sa
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -37,16 +38,21 @@ from serve_app.config.service import CheckpointsConfig
 
 logger = logging.getLogger(__name__)
 
+_LOGGED = 256
 _LIST_S = 15.0  # a search looks for 5 s; the rest is for the call that it waits for
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCounters:
-    """Counts since the store was opened: checkpoints read and hashed, downloaded, and removed from the disk cache."""
+    """Counts since the store was opened: checkpoints read and hashed, downloaded, and removed from the disk cache;
+    requests for a checkpoint that is refused, and for one whose owner cannot be read.
+    """
 
     reads: int
     fetches: int
     evictions: int
+    refusals: int
+    unreadable: int
 
 
 class CheckpointStore:
@@ -73,6 +79,9 @@ class CheckpointStore:
         directory = cache_directory or str(Path.home() / ".cache" / "roundhouse" / "checkpoints")
         self._cache = DiskCache(directory, cache_bytes)
         self._pinning = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-pin")
+        self._num_refused = 0
+        self._num_hidden = 0
+        self._logged: OrderedDict[str, None] = OrderedDict()
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._clock = clock
@@ -115,19 +124,35 @@ class CheckpointStore:
             reads=sum(root.num_reads for root in self._roots if isinstance(root, LocalRoot)),
             fetches=sum(root.num_fetches for root in self._roots if isinstance(root, RemoteRoot)),
             evictions=self._cache.evictions,
+            refusals=self._num_refused,
+            unreadable=self._num_hidden,
         )
 
     async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
-        """As `resolve`, for one caller: another owner's private checkpoint is not found, whatever its errors."""
+        """As `resolve`, for one caller: another owner's private checkpoint is not found, whatever its errors. Nor is
+        one for anybody that says whose it is in words that cannot be read.
+        """
         try:
             checkpoint = await self.resolve(path)
         except (OwnedIncomplete, OwnedRefused) as exc:
-            if not is_open_to(exc.owner, public=exc.public, caller=caller):
+            if exc.is_hidden:
+                self._hide(str(exc))
+            if exc.is_hidden or not is_open_to(exc.owner, public=exc.public, caller=caller):
                 raise _not_found(path) from None
             raise
         if not is_open_to(checkpoint.owner, public=checkpoint.public, caller=caller):
             raise _not_found(path)
         return checkpoint
+
+    def _hide(self, reason: str) -> None:
+        """Count it, and log each reason once: requests must not fill the log."""
+        self._num_hidden += 1
+        if reason not in self._logged:
+            logger.warning("It is not known whose checkpoint this is, so nobody may use it. %s", reason)
+        self._logged[reason] = None
+        self._logged.move_to_end(reason)
+        if len(self._logged) > _LOGGED:
+            self._logged.popitem(last=False)
 
     async def resolve(self, path: CheckpointPath) -> Checkpoint:
         """The content that the path has now, without a check of the owner.
@@ -139,6 +164,9 @@ class CheckpointStore:
             async with asyncio.timeout(self._timeout_s):
                 with _translated(path):
                     checkpoint = await self._find(path)
+        except OwnedRefused as exc:
+            self._num_refused += not exc.is_hidden
+            raise
         except TimeoutError as exc:
             raise CheckpointUnavailable(f"The checkpoint {path} was not read within {self._timeout_s:g} s.") from exc
         now = datetime.fromtimestamp(self._clock(), UTC)

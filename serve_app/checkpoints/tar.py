@@ -7,6 +7,7 @@ end-of-archive block is required: an archive without it is still being written.
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
@@ -62,6 +63,15 @@ def known_files(descriptor: int) -> dict[str, Member]:
     return next(iter(found.values()), {})
 
 
+def find_file(descriptor: int, name: str) -> Member | None:
+    """The first file of this name in an archive that is not in order, as far as its headers can be followed."""
+    with suppress(TarRefused, TarWrong, TarTruncated):
+        for member, _ in _entries(descriptor):
+            if PurePosixPath(member.name).name == name:
+                return member
+    return None
+
+
 def unpack(descriptor: int, members: Mapping[str, Member], directory: str) -> None:
     """Write members into `directory`, each under its key."""
     for name, member in members.items():
@@ -77,6 +87,14 @@ def unpack(descriptor: int, members: Mapping[str, Member], directory: str) -> No
 
 def _members(descriptor: int) -> Iterator[Member]:
     """Regular files, after checking every entry up to the end-of-archive block."""
+    for member, kind in _entries(descriptor):
+        _check(member.name, kind)
+        if kind in _FILE_TYPES and not member.name.endswith("/"):
+            yield member
+
+
+def _entries(descriptor: int) -> Iterator[tuple[Member, bytes]]:
+    """Every entry with its type, up to the end-of-archive block."""
     total = os.fstat(descriptor).st_size
     position, extended = 0, dict[str, str]()
     for _ in range(_MAX_MEMBERS):
@@ -94,9 +112,7 @@ def _members(descriptor: int) -> Iterator[Member]:
             extended |= _extended(descriptor, start, size, kind)
             continue
         extended = {}
-        _check(name, kind)
-        if kind in _FILE_TYPES and not name.endswith("/"):
-            yield Member(name, start, size)
+        yield Member(name, start, size), kind
     raise TarRefused(f"it has more than {_MAX_MEMBERS} members.")
 
 
