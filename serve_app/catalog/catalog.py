@@ -51,10 +51,15 @@ class ListedCheckpoint(Protocol):
 
 
 class Listing(Protocol):
-    """Checkpoints that an owner may use, newest first; `is_complete`: all of them."""
+    """Checkpoints that an owner may use, newest first. `next`: what to ask for the next page with, None on the last
+    one. `is_complete`: the pages hold all of them.
+    """
 
     @property
     def checkpoints(self) -> Sequence[ListedCheckpoint]: ...
+
+    @property
+    def next(self) -> str | None: ...
 
     @property
     def is_complete(self) -> bool: ...
@@ -71,11 +76,20 @@ class Checkpoints(Protocol):
     def keep(self, adapter: Adapter) -> AbstractAsyncContextManager[None]:
         """Keep the adapter's files for as long as the context lasts. Raises `AdapterChanged` when they are gone."""
 
-    async def list(self, owner: str | None) -> Listing:
-        """The checkpoints that this owner may use."""
+    async def list(self, owner: str | None, after: str | None = None) -> Listing:
+        """The checkpoints that this owner may use. `after`: `next` of the page before. Raises `InvalidRequest`."""
 
     def close(self) -> None:
         """Release everything; no call may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPage:
+    """`next`: what to ask for the next page with. `has_more`: there is one, or some checkpoints could not be listed."""
+
+    checkpoints: Sequence[ListedCheckpoint]
+    next: str | None = None
+    has_more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +130,13 @@ class Catalog:
     def visible_to(self, caller: Caller) -> list[ServedModel]:
         return [model for model in self.models.values() if _may_use(caller, model)]
 
-    async def checkpoints_of(self, caller: Caller) -> tuple[list[ListedCheckpoint], bool]:
-        """The checkpoints that the caller may use, and whether the list is complete."""
+    async def checkpoints_of(self, caller: Caller, after: str | None) -> CheckpointPage:
+        """A page of the checkpoints that the caller may use."""
         if self.checkpoints is None:
-            return [], False
-        listing = await self.checkpoints.list(caller.owner)
+            return CheckpointPage([], next=None, has_more=True)
+        listing = await self.checkpoints.list(caller.owner, after)
         mine = [checkpoint for checkpoint in listing.checkpoints if self._may_sample(caller, checkpoint.base_model)]
-        return mine, listing.is_complete
+        return CheckpointPage(mine, listing.next, listing.next is not None or not listing.is_complete)
 
     def base_id(self, trained_on: str | None) -> str | None:
         """The id of the served model that a checkpoint names as its base; None when it names none."""

@@ -27,8 +27,9 @@ from serve_app.base.single_flight import SingleFlight
 from serve_app.checkpoints.checkpoint import Checkpoint, is_open_to
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
 from serve_app.checkpoints.filesystem import FileSystem, StoreFailed
-from serve_app.checkpoints.listing import Listing, Search, merge, search_files, search_folder
+from serve_app.checkpoints.listing import Search, search_files, search_folder
 from serve_app.checkpoints.local import LocalRoot
+from serve_app.checkpoints.pages import Listing, Merged, Position, position_of
 from serve_app.checkpoints.remote import RemoteRoot
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused
 from serve_app.checkpoints.root_folder import LeavesRoot
@@ -39,7 +40,8 @@ from serve_app.config.service import CheckpointsConfig
 logger = logging.getLogger(__name__)
 
 _LOGGED = 256
-_LIST_S = 15.0  # a search looks for 5 s; the rest is for the call that it waits for
+_LIST_S = 15.0  # a search looks for 10 s; the rest is for the call that it waits for
+_RELIST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,14 @@ class StoreCounters:
     unreadable: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Searched:
+    """A search of a root, and until when its result is used."""
+
+    search: Search
+    until: float
+
+
 class CheckpointStore:
     """Owned by one event loop. `close` it."""
 
@@ -68,17 +78,18 @@ class CheckpointStore:
         timeout_s: float = 60.0,
         recheck_s: float = 2.0,
         look_s: float = LOOK_S,
+        relist_s: float = 3.0,
         clock: Callable[[], float] = time.time,
         elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
         """`roots`: folders and URLs, in search order. `cache_directory` None: a folder under the user's cache.
         `max_bytes`: of one checkpoint's weights. `timeout_s`: how long a request waits; the work continues for later
-        requests. `look_s`: how long a root may take to say whether it has a checkpoint. Touches no file yet. Raises
-        `ConfigRefused`.
+        requests. `look_s`: how long a root may take to say whether it has a checkpoint. `relist_s`: how long a listing
+        is used. Touches no file yet. Raises `ConfigRefused`.
         """
         directory = cache_directory or str(Path.home() / ".cache" / "roundhouse" / "checkpoints")
         self._cache = DiskCache(directory, cache_bytes)
-        self._pinning = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-pin")
+        self._helpers = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-helper")
         self._num_refused = 0
         self._num_hidden = 0
         self._logged: OrderedDict[str, None] = OrderedDict()
@@ -90,7 +101,10 @@ class CheckpointStore:
         self._roots = [
             self._root(root, threads, max_bytes, recheck_s) for root, threads in zip(roots, self._threads, strict=True)
         ]
-        self._listings = [SingleFlight[str | None, Search](threads.searches) for threads in self._threads]
+        self._listings = [SingleFlight[int, Search](threads.searches) for threads in self._threads]
+        self._searches: dict[int, _Searched] = {}
+        self._merged = Merged.of(())
+        self._relist_s = relist_s
 
     @classmethod
     def of(cls, config: CheckpointsConfig) -> Self:
@@ -180,7 +194,7 @@ class CheckpointStore:
         if not self._cache.holds(adapter.directory):
             yield
             return
-        pinning = asyncio.get_running_loop().run_in_executor(self._pinning, self._cache.pin, adapter.digest)
+        pinning = asyncio.get_running_loop().run_in_executor(self._helpers, self._cache.pin, adapter.digest)
         try:
             if not await asyncio.shield(pinning):
                 raise AdapterChanged("The copy of the checkpoint was just removed from the checkpoint cache.")
@@ -214,31 +228,53 @@ class CheckpointStore:
             raise silent
         return None
 
-    async def list(self, owner: str | None) -> Listing:
-        """Checkpoints that look complete and that this owner may use. Bounded to 1000 checkpoints and 5 s of search. A
-        root that cannot be listed, or does not answer in time, is left out.
+    async def list(self, owner: str | None, after: str | None = None) -> Listing:
+        """Checkpoints that look complete and that this owner may use, of seconds ago. `after`: `next` of the page
+        before. A search of a root is bounded; a root that cannot be listed, or does not answer in time, is left out.
+        Raises `InvalidRequest`.
         """
-        return merge(await asyncio.gather(*(self._search(number, owner) for number in range(len(self._roots)))))
+        position = None if after is None else position_of(after)
+        searches = await asyncio.gather(*(self._search(number) for number in range(len(self._roots))))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._helpers, self._page, tuple(searches), owner, position
+        )
 
-    async def _search(self, number: int, owner: str | None) -> Search:
+    def _page(self, searches: tuple[Search, ...], owner: str | None, after: Position | None) -> Listing:
+        merged = self._merged
+        if not merged.is_of(searches):
+            merged = self._merged = Merged.of(searches)
+        return merged.page(owner, after)
+
+    async def _search(self, number: int) -> Search:
+        kept = self._searches.get(number)
+        if kept is not None and self._elapsed() < kept.until:
+            return kept.search
         try:
             async with asyncio.timeout(min(self._timeout_s, _LIST_S)):
-                return await self._listings[number].run(
-                    owner, partial(_search_root, self._roots[number], owner, self._max_bytes)
-                )
+                return await self._listings[number].run(number, partial(self._search_root, number))
         except TimeoutError:
             logger.warning("Checkpoint root %d was not listed in time.", number)
-            return Search(owner, has_failed=True)
+            search = Search(has_failed=True)
+            self._searches[number] = _Searched(search, self._elapsed() + _LIST_S)
+            return search
+
+    def _search_root(self, number: int) -> Search:
+        """Search, and keep the result: for longer if the search took long."""
+        began = self._elapsed()
+        search = _searched(self._roots[number], self._max_bytes)
+        now = self._elapsed()
+        self._searches[number] = _Searched(search, now + min(_RELIST_S, self._relist_s + 10 * (now - began)))
+        return search
 
     def close(self) -> None:
         """Stop. Running calls finish later; their results are dropped."""
-        self._pinning.shutdown(wait=False)
+        self._helpers.shutdown(wait=False)
         for threads in self._threads:
             threads.close()
 
 
-def _search_root(root: LocalRoot | RemoteRoot, owner: str | None, max_bytes: int) -> Search:
-    search = Search(owner, max_bytes=max_bytes)
+def _searched(root: LocalRoot | RemoteRoot, max_bytes: int) -> Search:
+    search = Search(max_bytes=max_bytes)
     try:
         if isinstance(root, LocalRoot):
             search_folder(root.root, search)

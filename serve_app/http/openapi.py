@@ -147,7 +147,8 @@ def _object(parent: Object, name: str) -> Object:
 
 
 def _paths(limits: LimitsConfig) -> Object:
-    with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: list checkpoints too.")
+    with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: list checkpoints too, 1000 on a page.")
+    after = _parameter("query", "after", "With `checkpoints`: the `next` of the page before.")
     return {
         "/v1/chat/completions": {
             "post": _generating("ChatCompletion", ("ChatBody", "SlugChatBody"), CHAT_RULES, limits)
@@ -167,15 +168,15 @@ def _paths(limits: LimitsConfig) -> Object:
             "get": _operation(
                 "listModels",
                 "The base models that the key may use, their variants, and the marketplace slugs.",
-                _responses(("ModelList",), (401, 500, 503)),
-                (with_checkpoints,),
+                _responses(("ModelList",), (400, 401, 429, 500, 503)),
+                (with_checkpoints, after),
             )
         },
         "/v1/models/{id}": {
             "get": _operation(
                 "retrieveModel",
                 "A base model, a variant, a checkpoint, or a marketplace slug.",
-                _responses(("ModelReply", "SlugReply"), (400, 401, 404, 422, 500, 503)),
+                _responses(("ModelReply", "SlugReply"), (400, 401, 404, 422, 429, 500, 503)),
                 (_parameter("path", "id", "Percent-encoded, including slashes."),),
             )
         },
@@ -183,7 +184,7 @@ def _paths(limits: LimitsConfig) -> Object:
             "get": _operation(
                 "listEndpoints",
                 "The endpoints of a marketplace slug, with their prices, their health and how fast they are.",
-                _responses(("EndpointList",), (401, 404, 500, 503)),
+                _responses(("EndpointList",), (401, 404, 429, 500, 503)),
                 (_parameter("path", "slug", "Percent-encoded, including slashes."),),
             )
         },

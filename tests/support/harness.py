@@ -22,11 +22,12 @@ from engines.fake import FakeConfig, FakeEngine
 from engines.interface.errors import AdapterChanged, EngineError
 from engines.interface.protocol import Adapter, Engine, GenerateRequest
 from serve_app.api.record import RequestRecord
-from serve_app.base.errors import CheckpointNotFound
+from serve_app.base.errors import CheckpointNotFound, InvalidRequest
 from serve_app.base.model_id import CheckpointPath, parse_checkpoint_path
 from serve_app.catalog.catalog import Checkpoints, ResolvedCheckpoint
 from serve_app.checkpoints.checkpoint import is_open_to
-from serve_app.checkpoints.listing import ListedCheckpoint, Listing
+from serve_app.checkpoints.listing import ListedCheckpoint
+from serve_app.checkpoints.pages import Listing
 from serve_app.config.checking.refusal import Refusal
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.http.app import build_http_app
@@ -42,6 +43,7 @@ KEY = "rh-test-key"
 OTHER_KEY = "rh-other-key"
 CONTEXT = 4096
 KEEP_ALIVE_S = 0.15
+NEXT_PAGE = "the-rest"
 
 T = TypeVar("T")
 
@@ -68,6 +70,7 @@ class MemoryCheckpoints:
     held: dict[str, StoredCheckpoint | Exception] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
+    asked_after: list[str | None] = field(default_factory=list)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def resolve_for(self, path: CheckpointPath, caller: str | None) -> ResolvedCheckpoint:
@@ -90,13 +93,16 @@ class MemoryCheckpoints:
         finally:
             self.kept.remove(adapter.digest)
 
-    async def list(self, owner: str | None) -> Listing:
+    async def list(self, owner: str | None, after: str | None = None) -> Listing:
+        self.asked_after.append(after)
+        if after not in (None, NEXT_PAGE):
+            raise InvalidRequest(f"after must be the 'next' of an earlier page, got {after!r}.", "after")
         mine = tuple(
             ListedCheckpoint(parse_checkpoint_path(path), 1_750_000_000.5, found.base_model, found.problem)
             for path, found in self.held.items()
             if isinstance(found, StoredCheckpoint) and is_open_to(found.owner, public=found.public, caller=owner)
         )
-        return Listing(mine, len(mine) < 3)
+        return Listing(mine, len(mine) < 3, NEXT_PAGE if after is None and len(mine) > 3 else None)
 
     def close(self) -> None:
         self.closed.set()
@@ -231,6 +237,7 @@ class RunningEdge:
         self.script.makes_something_up()
         self.script.requests.clear()
         self.checkpoints.held.clear()
+        self.checkpoints.asked_after.clear()
         self.recorder.ended.clear()
         yield self
         self.engine.resume()

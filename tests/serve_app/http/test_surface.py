@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.support.harness import BASE, CHAT, KEY, OTHER_KEY, RunningEdge, StoredCheckpoint
+from tests.support.harness import BASE, CHAT, KEY, NEXT_PAGE, OTHER_KEY, RunningEdge, StoredCheckpoint
 from tests.support.wire import error, exchange, post_head, read_response
 
 pytest_plugins = ("tests.support.edge_fixtures",)
@@ -318,6 +318,25 @@ def test_a_listing_that_is_cut_says_so(edge: RunningEdge) -> None:
         edge.checkpoints.held[f"tinker://r/sampler_weights/{index}"] = StoredCheckpoint(str(index))
     with edge.http() as client:
         assert client.get("/models?checkpoints=true").json()["has_more"] is True
+
+
+def test_checkpoints_come_in_pages_and_the_first_begins_with_the_models(edge: RunningEdge) -> None:
+    for index in range(4):
+        edge.checkpoints.held[f"tinker://r/sampler_weights/{index}"] = StoredCheckpoint(str(index))
+    with edge.http() as client:
+        first = client.get("/models", params={"checkpoints": "1"}).json()
+        second = client.get("/models", params={"checkpoints": "1", "after": first["next"]}).json()
+        models = client.get("/models?after=anything").json()
+    assert edge.checkpoints.asked_after == [None, NEXT_PAGE]
+    assert (first["next"], second["next"], models["next"]) == (NEXT_PAGE, None, None)
+    assert first["data"] == [*models["data"], *second["data"]]
+    assert all(item["id"].startswith("tinker://") for item in second["data"])
+
+
+def test_what_is_no_next_page_is_refused(edge: RunningEdge) -> None:
+    with edge.http() as client:
+        response = client.get("/models?checkpoints=1&after=x")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "after")
 
 
 def test_a_checkpoint_is_a_model_with_the_context_of_its_base(edge: RunningEdge) -> None:
