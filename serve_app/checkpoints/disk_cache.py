@@ -1,18 +1,19 @@
 """A bounded folder of local copies of remote and archived checkpoints, keyed by content.
 
 - `content/<digest>/`: adapter_config.json and adapter_model.safetensors; always complete.
-- `names/<hash>.json`: the content of a remote path at its last download, so that a restart downloads nothing again.
+- the notes (`notes.py`): among them, which files of entries were hashed.
 - `work/<random>/`: a download in progress; never read, removed when it is old.
 - `pins/<digest>`: locked by each process whose requests use the entry (`pins.py`).
 - `lock`: held by a process while it adds or removes entries.
 
 The least recently used entries are removed first; a pinned entry stays. An entry is written under another name,
-flushed, and renamed; one that is there already and not damaged stays as it is, for its readers. A process hashes each
-entry before its first use.
+flushed, and renamed; one that is there already and not damaged stays as it is, for its readers. Before its first use in
+a process, an entry is hashed, unless its files are as they were when they were hashed last.
 """
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -25,13 +26,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, combined_digest
+from serve_app.checkpoints.content import fingerprint
+from serve_app.checkpoints.notes import Notes
 from serve_app.checkpoints.pins import Pins
 
 logger = logging.getLogger(__name__)
 
 _ABANDONED_S: Final = 6 * 3600.0
 _TOUCH_S: Final = 1.0
-_MAX_NOTES: Final = 4096
 
 
 class CacheFull(Exception):
@@ -52,6 +54,7 @@ class DiskCache:
 
     def __init__(self, directory: str, budget_bytes: int) -> None:
         """Does not touch the disk yet."""
+        self.notes = Notes(directory)
         self.evictions = 0
         self._directory = directory
         self._budget_bytes = budget_bytes
@@ -84,7 +87,7 @@ class DiskCache:
             else:
                 _flush(os.path.join(path, name))
         _flush(path)
-        entry = self._entry(digest)
+        entry = self.entry(digest)
         self.use(digest)  # removes a damaged one; whole ones only are published
         with self._locked():
             if not os.path.isdir(entry):
@@ -98,7 +101,7 @@ class DiskCache:
         """The entry's folder, marked as used now; None when there is none. A damaged entry is removed and counts as
         none.
         """
-        entry = self._entry(digest)
+        entry = self.entry(digest)
         try:
             if digest in self._verified:
                 os.stat(os.path.join(entry, WEIGHTS_FILE))
@@ -106,7 +109,7 @@ class DiskCache:
                     os.utime(entry)
                 return entry
             os.utime(entry)
-            if _is_whole(entry, digest):
+            if self._is_whole(entry, digest):
                 self._verified.add(digest)
                 return entry
         except FileNotFoundError:
@@ -114,7 +117,7 @@ class DiskCache:
                 self._verified.discard(digest)
                 return None
         with self._locked():
-            if _is_whole(entry, digest):  # another process has replaced it since
+            if self._is_whole(entry, digest):  # another process has replaced it since
                 return entry
             logger.error("Removing a damaged checkpoint from the cache: %s", digest)
             self._remove(entry)
@@ -122,7 +125,7 @@ class DiskCache:
 
     def pin(self, digest: str) -> bool:
         """Keep the entry until it is unpinned; False when there is none, and nothing to unpin."""
-        if not os.path.isdir(self._entry(digest)):
+        if not os.path.isdir(self.entry(digest)):
             return False
         self._pins.pin(digest)
         if self.use(digest) is None:
@@ -133,41 +136,40 @@ class DiskCache:
     def unpin(self, digest: str) -> None:
         self._pins.unpin(digest)
 
+    def doubt(self, digest: str) -> None:
+        """Hash the entry again before its next use, and drop the notes on its content."""
+        self._verified.discard(digest)
+        self.notes.forget(digest)
+
     def holds(self, directory: str) -> bool:
         """Whether this is the folder of an entry."""
         return os.path.dirname(directory) == os.path.join(self._directory, "content")
 
-    def note(self, name: str, text: str) -> None:
-        """Store a small text under a name; it survives restarts."""
-        path = self._note_path(name)
-        temporary = f"{path}.{secrets.token_hex(4)}"
-        with self._locked():
-            notes = sorted(os.scandir(os.path.dirname(path)), key=lambda note: note.stat().st_mtime)
-            for note in notes[: max(0, len(notes) - _MAX_NOTES)]:
-                os.unlink(note.path)
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-
-    def noted(self, name: str) -> str | None:
-        with suppress(FileNotFoundError), open(self._note_path(name), encoding="utf-8") as file:
-            return file.read()
-        return None
-
-    def _note_path(self, name: str) -> str:
-        return os.path.join(self._directory, "names", f"{hashlib.sha256(name.encode()).hexdigest()}.json")
-
-    def _entry(self, digest: str) -> str:
+    def entry(self, digest: str) -> str:
+        """The folder of an entry, whether it is there or not."""
         return os.path.join(self._directory, "content", digest)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        for name in ("content", "work", "names"):
+        for name in ("content", "work"):
             os.makedirs(os.path.join(self._directory, name), exist_ok=True)
         with self._mutex, open(os.path.join(self._directory, "lock"), "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    def _is_whole(self, entry: str, digest: str) -> bool:
+        """Whether the entry holds the content with this digest."""
+        name = f"entry {digest}"
+        try:
+            state = _state(entry)
+            if self.notes.get(name, state) is None:
+                if _digest_of(entry) != digest:
+                    return False
+                self.notes.put(name, state, "", digest)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _make_room(self, nbytes: int) -> None:
         if nbytes > self._budget_bytes:
@@ -208,16 +210,16 @@ def _entries(directory: str) -> Iterator[_Entry]:
                 yield _Entry(item.path, nbytes, item.stat(follow_symlinks=False).st_mtime)
 
 
-def _is_whole(entry: str, digest: str) -> bool:
-    """Whether the entry holds the content with this digest."""
+def _state(entry: str) -> str:
+    return json.dumps([fingerprint(os.stat(os.path.join(entry, name)))[1:] for name in (CONFIG_FILE, WEIGHTS_FILE)])
+
+
+def _digest_of(entry: str) -> str:
     hashes = []
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        try:
-            with open(os.path.join(entry, name), "rb") as file:
-                hashes.append(hashlib.file_digest(file, "sha256").digest())
-        except FileNotFoundError:
-            return False
-    return combined_digest(*hashes) == digest
+        with open(os.path.join(entry, name), "rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").digest())
+    return combined_digest(*hashes)
 
 
 def _flush(path: str) -> None:

@@ -11,6 +11,7 @@ Otherwise a new configuration with old weights looks like a complete checkpoint.
 """
 
 import asyncio
+import json
 import os
 import stat
 import threading
@@ -27,6 +28,7 @@ from serve_app.checkpoints.archive import unpack_into
 from serve_app.checkpoints.checkpoint import Checkpoint
 from serve_app.checkpoints.content import Fingerprint, Reader, fingerprint, open_folder
 from serve_app.checkpoints.disk_cache import DiskCache
+from serve_app.checkpoints.notes import read, written
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused, Report
 from serve_app.checkpoints.root_folder import open_below
 from serve_app.checkpoints.root_threads import RootThreads
@@ -83,8 +85,18 @@ class _Memory:
                 self._characters -= _characters(self._outcomes.pop(path)[1])
             self._outcomes[path] = (state, outcome)
             self._characters += _characters(outcome)
-            while len(self._outcomes) > _REMEMBERED or self._characters > _REMEMBERED_CHARACTERS:
-                self._characters -= _characters(self._outcomes.popitem(last=False)[1][1])
+            self._trim()
+
+    def forget(self, digest: str) -> None:
+        """Drop the outcomes with this content."""
+        with self._mutex:
+            for path, (_, outcome) in list(self._outcomes.items()):
+                if isinstance(outcome, Checkpoint) and outcome.digest == digest:
+                    self._characters -= _characters(self._outcomes.pop(path)[1])
+
+    def _trim(self) -> None:
+        while len(self._outcomes) > _REMEMBERED or self._characters > _REMEMBERED_CHARACTERS:
+            self._characters -= _characters(self._outcomes.popitem(last=False)[1][1])
 
 
 def _characters(outcome: LookupResult) -> int:
@@ -179,13 +191,21 @@ class LocalRoot:
             return None
         if seen.known is not None and not seen.is_tar:
             return _settled(seen.known)
-        if seen.known is not None and await loop.run_in_executor(self._threads.entries, self._is_there, seen.known):
-            return _settled(seen.known)
+        known = await loop.run_in_executor(self._threads.entries, self._known, path, seen)
+        if known is not None:
+            return _settled(known)
         return await self._reading.run((path, seen.state), lambda: self._read(path))
 
     def has_had(self, path: CheckpointPath) -> bool:
         """Whether the path existed when it was looked at last."""
-        return path in self._sightings
+        return path in self._sightings or self._cache.notes.has(self._name(path))
+
+    def doubt(self, digest: str) -> None:
+        """Nothing that was found to have this content is taken to have it any more."""
+        self._memory.forget(digest)
+
+    def _name(self, path: CheckpointPath) -> str:
+        return f"{self.root} {path}"
 
     def _look(self, path: CheckpointPath) -> _Seen | None:
         """The state of the path, with its cached outcome."""
@@ -198,9 +218,22 @@ class LocalRoot:
             return None
         return replace(seen, known=self._memory.get(path, seen.state))
 
-    def _is_there(self, known: LookupResult) -> bool:
-        """Whether the content of a tar file is still in the disk cache; a refusal has none."""
-        return not isinstance(known, Checkpoint) or self._cache.use(known.digest) is not None
+    def _known(self, path: CheckpointPath, seen: _Seen) -> LookupResult | None:
+        """The outcome for this state, from memory or from the notes. The copy of a tar file must still be there."""
+        known = seen.known or self._noted(path, seen)
+        if seen.is_tar and isinstance(known, Checkpoint) and self._cache.use(known.digest) is None:
+            return None
+        if known is not None and seen.known is None:
+            self._memory.put(path, seen.state, known)
+        return known
+
+    def _noted(self, path: CheckpointPath, seen: _Seen) -> Checkpoint | None:
+        text = self._cache.notes.get(self._name(path), _lasting(seen.state))
+        content = None if text is None else read(text)
+        if content is None:
+            return None
+        directory = self._cache.entry(content.digest) if seen.is_tar else str(seen.state[0])
+        return Checkpoint.of(path, content, directory)
 
     def _look_for_tar(self, path: CheckpointPath) -> _Seen | None:
         with open_below(self.root, _parts(path, ".tar")) as found:
@@ -217,8 +250,9 @@ class LocalRoot:
             seen = self._look(path)
             if seen is None:
                 return None
-            if seen.known is not None and not (seen.is_tar and not self._is_there(seen.known)):
-                return _settled(seen.known)
+            known = self._known(path, seen)
+            if known is not None:
+                return _settled(known)
             age = self._age(path, seen)
             if age.still_ticks:
                 time.sleep(_TICK_S)
@@ -227,9 +261,14 @@ class LocalRoot:
             after = self._look(path)
             if outcome is not None and after is not None and after.state == seen.state:
                 if age.is_settled and not isinstance(outcome, OwnedIncomplete):
-                    self._memory.put(path, seen.state, outcome)
+                    self._keep(path, seen.state, outcome)
                 return _settled(outcome)
         raise report.incomplete("it is being written.")
+
+    def _keep(self, path: CheckpointPath, state: Fingerprint, outcome: LookupResult) -> None:
+        self._memory.put(path, state, outcome)
+        if isinstance(outcome, Checkpoint):
+            self._cache.notes.put(self._name(path), _lasting(state), written(outcome.content), outcome.digest)
 
     def _age(self, path: CheckpointPath, seen: _Seen) -> _Age:
         now = self._elapsed()
@@ -263,6 +302,11 @@ class LocalRoot:
 
 def _parts(path: CheckpointPath, suffix: str = "") -> tuple[str, ...]:
     return path.run, FOLDER, path.name + suffix
+
+
+def _lasting(state: Fingerprint) -> str:
+    """The state without the devices, whose numbers may change when the machine starts anew."""
+    return json.dumps([part[1:] if isinstance(part, tuple) else part for part in state])
 
 
 def _settled(outcome: LookupResult | OwnedIncomplete | None) -> Checkpoint | None:

@@ -1,7 +1,7 @@
 """A root that fsspec reaches: object stores, hubs, web servers.
 
 A change is detected by the store's description of the files (ETag, generation, time of change), fetched at most every
-`recheck_s`; so is that nothing is there. The disk cache records the content of each path, so that a restart downloads
+`recheck_s`; so is that nothing is there. Notes on disk record the content of each path, so that a restart downloads
 nothing again. Failures are cached for seconds. An incomplete or refused checkpoint is cached until the description
 changes.
 """
@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from functools import partial
 
 from engines.interface.errors import afresh
@@ -33,11 +32,12 @@ from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.filesystem import FileState, FileSystem, StoreFailed
 from serve_app.checkpoints.local import FOLDER, YOUNG_S
 from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata
+from serve_app.checkpoints.notes import read, written
 from serve_app.checkpoints.report import Report, Unfit
 from serve_app.checkpoints.root_threads import NoAnswer, RootThreads
 
 _ATTEMPTS = 3
-_REMEMBERED = 1024
+_REMEMBERED = 16_384
 _ABSENT = 16_384
 _FAILED_S = 3.0
 
@@ -89,6 +89,7 @@ class RemoteRoot:
         self._threads = threads
         self._listings = SingleFlight[CheckpointPath, _Listing | None](threads.looks)
         self._entries = SingleFlight[tuple[CheckpointPath, str], str | None](threads.entries)
+        self._noted = SingleFlight[tuple[CheckpointPath, _Listing], tuple[Content, str] | None](threads.entries)
         self._fetches = SingleFlight[tuple[CheckpointPath, _Listing], tuple[Content, str]](threads.reads)
         self._max_bytes = max_bytes
         self._recheck_s = recheck_s
@@ -135,7 +136,15 @@ class RemoteRoot:
     def has_had(self, path: CheckpointPath) -> bool:
         """Whether the path existed when the store was asked last."""
         known = self._known.get(path)
-        return known is not None and known.listing is not None
+        if known is None or known.listing is None:
+            return path not in self._absent and self._cache.notes.has(f"{self._url} {path}")
+        return True
+
+    def doubt(self, digest: str) -> None:
+        """Nothing that was found to have this content is taken to have it any more."""
+        for known in self._known.values():
+            if known.content is not None and known.content.digest == digest:
+                known.content = None
 
     async def _ask(self, path: CheckpointPath, known: _Known) -> None:
         """Refresh the listing; drop the outcome of an older one."""
@@ -170,7 +179,9 @@ class RemoteRoot:
     async def _fetch(self, path: CheckpointPath, known: _Known, listing: _Listing) -> tuple[Content, str]:
         is_young = time.monotonic() - known.since < YOUNG_S
         try:
-            fetched = await self._fetches.run((path, listing), lambda: self._noted_or_fetched(path, listing, is_young))
+            fetched = await self._noted.run((path, listing), lambda: self._read_note(path, listing))
+            if fetched is None:
+                fetched = await self._fetches.run((path, listing), lambda: self._fetched(path, listing, is_young))
         except (CheckpointIncomplete, CheckpointRefused) as exc:
             if known.listing == listing:
                 known.error = afresh(exc)
@@ -186,24 +197,32 @@ class RemoteRoot:
             known.content = fetched[0]
         return fetched
 
-    def _noted_or_fetched(self, path: CheckpointPath, listing: _Listing, is_young: bool) -> tuple[Content, str]:
-        name = f"{self._url} {path}"
-        noted = _parse_note(self._cache.noted(name), listing)
-        if noted is not None and (directory := self._cache.use(noted.digest)):
-            return noted, directory
+    def _note(self, path: CheckpointPath, listing: _Listing) -> tuple[str, str]:
+        """The name and the state of the note on a path."""
+        return f"{self._url} {path}", json.dumps(asdict(listing))
+
+    def _read_note(self, path: CheckpointPath, listing: _Listing) -> tuple[Content, str] | None:
+        """The content that the path had with this listing, if its copy is still there."""
+        text = self._cache.notes.get(*self._note(path, listing)) if listing.is_telling else None
+        content = None if text is None else read(text)
+        directory = None if content is None else self._cache.use(content.digest)
+        return None if content is None or directory is None else (content, directory)
+
+    def _fetched(self, path: CheckpointPath, listing: _Listing, is_young: bool) -> tuple[Content, str]:
         for _ in range(_ATTEMPTS):
-            found = self._fetched(path, listing, is_young=is_young)
+            found = self._fetch_once(path, listing, is_young=is_young)
             after = self._list(path)
             if after == listing:
                 if listing.is_telling:
-                    self._cache.note(name, _note(listing, found[0]))
+                    name, state = self._note(path, listing)
+                    self._cache.notes.put(name, state, written(found[0]), found[0].digest)
                 return found
             if after is None:
                 break
             listing = after
         raise Report(str(path)).incomplete("it is being written.")
 
-    def _fetched(self, path: CheckpointPath, listing: _Listing, *, is_young: bool) -> tuple[Content, str]:
+    def _fetch_once(self, path: CheckpointPath, listing: _Listing, *, is_young: bool) -> tuple[Content, str]:
         folder = (path.run, FOLDER) if listing.is_tar else (path.run, FOLDER, path.name)
         report = Report(str(path))
         if (problem := self._problem(listing, report)) is not None:
@@ -253,23 +272,3 @@ class RemoteRoot:
             if limit is not None and file.size is not None and file.size > limit:
                 return partial(report.refused, f"{file.name} has {file.size} bytes; the limit is {limit}.")
         return None
-
-
-def _note(listing: _Listing, content: Content) -> str:
-    expires_at = content.expires_at.isoformat() if content.expires_at else None
-    return json.dumps({"listing": asdict(listing), "content": {**asdict(content), "expires_at": expires_at}})
-
-
-def _parse_note(text: str | None, listing: _Listing) -> Content | None:
-    """The recorded content, if it belongs to the same listing."""
-    if text is None or not listing.is_telling:
-        return None
-    try:
-        note = json.loads(text)
-        if note["listing"] != json.loads(json.dumps(asdict(listing))):
-            return None
-        fields = dict(note["content"])
-        expires_at = fields.pop("expires_at")
-        return Content(**fields, expires_at=datetime.fromisoformat(expires_at) if expires_at else None)
-    except (ValueError, KeyError, TypeError):
-        return None  # cut short by a crash, or of another version

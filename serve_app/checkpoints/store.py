@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -190,10 +190,20 @@ class CheckpointStore:
 
     @asynccontextmanager
     async def keep(self, adapter: Adapter) -> AsyncIterator[None]:
-        """Keep the adapter's local copy for as long as the context lasts. Raises `AdapterChanged` when it is gone."""
-        if not self._cache.holds(adapter.directory):
-            yield
-            return
+        """Keep the adapter's local copy for as long as the context lasts. Raises `AdapterChanged` when it is gone. If
+        the context raises that, the adapter's files are read anew when they are asked for next.
+        """
+        try:
+            async with self._pinned(adapter) if self._cache.holds(adapter.directory) else nullcontext():
+                yield
+        except AdapterChanged:
+            for root in self._roots:
+                root.doubt(adapter.digest)
+            await asyncio.get_running_loop().run_in_executor(self._helpers, self._cache.doubt, adapter.digest)
+            raise
+
+    @asynccontextmanager
+    async def _pinned(self, adapter: Adapter) -> AsyncIterator[None]:
         pinning = asyncio.get_running_loop().run_in_executor(self._helpers, self._cache.pin, adapter.digest)
         try:
             if not await asyncio.shield(pinning):
@@ -218,7 +228,7 @@ class CheckpointStore:
             try:
                 checkpoint = await root.find(path)
             except NoAnswer as exc:
-                if root.has_had(path):
+                if await asyncio.to_thread(root.has_had, path):
                     raise  # another root's content would not be what this path has now
                 silent = exc
                 continue
@@ -268,6 +278,7 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Stop. Running calls finish later; their results are dropped."""
+        self._helpers.submit(self._cache.notes.close)
         self._helpers.shutdown(wait=False)
         for threads in self._threads:
             threads.close()

@@ -189,18 +189,6 @@ def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
     assert DiskCache(str(tmp_path), SIZE).use(digest(files(1))) == entry
 
 
-def test_notes_outlive_a_restart_and_are_bounded(tmp_path: Path) -> None:
-    cache = DiskCache(str(tmp_path), SIZE)
-    assert cache.noted("a") is None
-    cache.note("a", "é")
-    assert DiskCache(str(tmp_path), SIZE).noted("a") == "é"
-    for i in range(5000):
-        (tmp_path / "names" / f"{i}.json").touch()
-    cache.note("b", "c")
-    assert len(os.listdir(tmp_path / "names")) <= 4097
-    assert cache.noted("b") == "c"
-
-
 def _fill(directory: str, first: int) -> None:
     cache = DiskCache(directory, 6 * SIZE)
     for turn in range(40):

@@ -119,17 +119,6 @@ def test_a_restart_fetches_nothing_again(bucket: Bucket, tmp_path: Path) -> None
     assert store.counters.fetches == 0
 
 
-@pytest.mark.parametrize("note", ["", "{", "[]", '{"listing": 1}', '{"content": {}}', "null"])
-def test_a_note_that_a_crash_cut_short_is_left_out(bucket: Bucket, tmp_path: Path, note: str) -> None:
-    bucket.put(files())
-    with opened_store(bucket.url, cache=tmp_path) as store:
-        run(lambda: store.resolve(PATH))
-    (only,) = (tmp_path / "names").iterdir()
-    only.write_text(note)
-    with opened_store(bucket.url, cache=tmp_path) as store:
-        assert run(lambda: store.resolve(PATH)).digest == digest(files())
-
-
 def test_what_was_dropped_from_the_cache_is_fetched_again(
     bucket: Bucket, store: CheckpointStore, tmp_path: Path
 ) -> None:
