@@ -68,9 +68,9 @@ class Listing(Protocol):
 class Checkpoints(Protocol):
     """Where checkpoints come from."""
 
-    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> ResolvedCheckpoint:
-        """The content that the path has now. Raises a `CheckpointError`; another owner's private checkpoint counts as
-        not found.
+    async def resolve_for(self, path: CheckpointPath, caller: str | None, who: str) -> ResolvedCheckpoint:
+        """The content that the path has now, for the owner `caller` and the key `who`. Raises a `CheckpointError`;
+        another owner's private checkpoint counts as not found.
         """
 
     def keep(self, adapter: Adapter) -> AbstractAsyncContextManager[None]:
@@ -186,7 +186,7 @@ class Catalog:
     async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> ResolvedCheckpoint:
         if self.checkpoints is None:
             raise CheckpointUnavailable("No checkpoint can be served: the store's configuration was refused.")
-        return await self.checkpoints.resolve_for(path, caller.owner)
+        return await self.checkpoints.resolve_for(path, caller.owner, caller.name)
 
     def _meant_by(self, name: str) -> list[ServedModel]:
         """The models that a checkpoint may mean by this base name, the most likely first."""

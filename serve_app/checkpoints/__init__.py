@@ -6,6 +6,7 @@ their content.
 - `checkpoint.py`: a verified checkpoint; `content.py`: one folder, its completeness and digest.
 - `metadata.py`: checkpoint.json; `archive.py`, `tar.py`: a checkpoint as a tar file.
 - `disk_cache.py`, `pins.py`: local copies, bounded; `listing.py`: searches a root; `pages.py`: pages of what was found.
+- `audit.py`: a line of the log for each checkpoint that is read.
 - `notes.py`: what is kept on disk about files that were read.
 - `report.py`: errors with the checkpoint's owner.
 - `root_threads.py`: the threads of one root, and what happens to a root that hangs.

@@ -25,6 +25,7 @@ from engines.interface.errors import afresh
 from serve_app.base.model_id import CheckpointPath
 from serve_app.base.single_flight import SingleFlight
 from serve_app.checkpoints.archive import unpack_into
+from serve_app.checkpoints.audit import audited
 from serve_app.checkpoints.checkpoint import Checkpoint
 from serve_app.checkpoints.content import Fingerprint, Reader, fingerprint, open_folder
 from serve_app.checkpoints.disk_cache import DiskCache
@@ -179,8 +180,8 @@ class LocalRoot:
         self._memory = _Memory()
         self._sightings = _Sightings()
 
-    async def find(self, path: CheckpointPath) -> Checkpoint | None:
-        """The content that the path has now; None when it does not exist.
+    async def find(self, path: CheckpointPath, who: str) -> Checkpoint | None:
+        """The content that the path has now; None when it does not exist. `who` is named in the log if it is read.
 
         Raises `NoAnswer`, `OwnedIncomplete`, `OwnedRefused`, `LeavesRoot`, `CacheFull` or `OSError`.
         """
@@ -194,7 +195,7 @@ class LocalRoot:
         known = await loop.run_in_executor(self._threads.entries, self._known, path, seen)
         if known is not None:
             return _settled(known)
-        return await self._reading.run((path, seen.state), lambda: self._read(path))
+        return await self._reading.run((path, seen.state), lambda: self._read(path, who))
 
     def has_had(self, path: CheckpointPath) -> bool:
         """Whether the path existed when it was looked at last."""
@@ -244,7 +245,7 @@ class LocalRoot:
                 return None
             return _Seen((*found[1], fingerprint(status)), max(status.st_mtime, status.st_ctime), is_tar=True)
 
-    def _read(self, path: CheckpointPath) -> Checkpoint | None:
+    def _read(self, path: CheckpointPath, who: str) -> Checkpoint | None:
         report = Report(str(path))
         for _ in range(_ATTEMPTS):
             seen = self._look(path)
@@ -257,7 +258,7 @@ class LocalRoot:
             if age.still_ticks:
                 time.sleep(_TICK_S)
                 continue
-            outcome = self._outcome(path, seen, report, is_young=age.is_young)
+            outcome = self._outcome(path, seen, report, who, is_young=age.is_young)
             after = self._look(path)
             if outcome is not None and after is not None and after.state == seen.state:
                 if age.is_settled and not isinstance(outcome, OwnedIncomplete):
@@ -275,22 +276,28 @@ class LocalRoot:
         return _Age(self._clock() - seen.changed_at, now - self._sightings.since(path, seen.state, now))
 
     def _outcome(
-        self, path: CheckpointPath, seen: _Seen, report: Report, *, is_young: bool
+        self, path: CheckpointPath, seen: _Seen, report: Report, who: str, *, is_young: bool
     ) -> LookupResult | OwnedIncomplete | None:
         """Read the checkpoint; None when it no longer exists."""
         self.num_reads += 1
         try:
-            if seen.is_tar:
-                return self._read_tar(path, report, is_young=is_young)
-            with open_folder(self.root, _parts(path)) as folder:
-                if folder is None or folder.fingerprint != seen.state:
-                    return None
-                content = Reader(folder, report, self._max_bytes, is_young).read()
-                return Checkpoint.of(path, content, folder.path)
+            with audited(who, path, self.root) as load:
+                read_it = self._read_tar if seen.is_tar else self._read_folder
+                checkpoint = read_it(path, seen, report, is_young=is_young)
+                load.digest = load.digest if checkpoint is None else checkpoint.digest
+                return checkpoint
         except (OwnedIncomplete, OwnedRefused) as exc:
             return afresh(exc)
 
-    def _read_tar(self, path: CheckpointPath, report: Report, *, is_young: bool) -> Checkpoint | None:
+    def _read_folder(self, path: CheckpointPath, seen: _Seen, report: Report, *, is_young: bool) -> Checkpoint | None:
+        with open_folder(self.root, _parts(path)) as folder:
+            if folder is None or folder.fingerprint != seen.state:
+                return None
+            content = Reader(folder, report, self._max_bytes, is_young).read()
+            return Checkpoint.of(path, content, folder.path)
+
+    def _read_tar(self, path: CheckpointPath, seen: _Seen, report: Report, *, is_young: bool) -> Checkpoint | None:
+        del seen
         with open_below(self.root, _parts(path, ".tar")) as found:
             if found is None:
                 return None

@@ -26,6 +26,7 @@ from serve_app.base.errors import (
 from serve_app.base.model_id import CheckpointPath
 from serve_app.base.single_flight import SingleFlight
 from serve_app.checkpoints.archive import read_workspace, unpack_into
+from serve_app.checkpoints.audit import audited
 from serve_app.checkpoints.checkpoint import Checkpoint
 from serve_app.checkpoints.content import FILES, MARKER_FILE, Content, max_file_bytes
 from serve_app.checkpoints.disk_cache import DiskCache
@@ -97,8 +98,9 @@ class RemoteRoot:
         # When the store was asked last. Apart from what exists, which asking for many other paths would drop.
         self._absent: OrderedDict[CheckpointPath, float] = OrderedDict()
 
-    async def find(self, path: CheckpointPath) -> Checkpoint | None:
-        """The content that the path had at most `recheck_s` ago; None when it does not exist.
+    async def find(self, path: CheckpointPath, who: str) -> Checkpoint | None:
+        """The content that the path had at most `recheck_s` ago; None when it does not exist. `who` is named in the log
+        if it is downloaded.
 
         Raises a `CheckpointError`, which is `NoAnswer` if the store does not say what it has, `CacheFull` or `OSError`.
         """
@@ -119,7 +121,7 @@ class RemoteRoot:
             directory = await self._entries.run((path, content.digest), lambda: self._cache.use(content.digest))
             if directory is not None:
                 return Checkpoint.of(path, content, directory)
-        content, directory = await self._fetch(path, known, known.listing)
+        content, directory = await self._fetch(path, known, known.listing, who)
         return Checkpoint.of(path, content, directory)
 
     def _remembered(self, path: CheckpointPath) -> _Known:
@@ -176,12 +178,12 @@ class RemoteRoot:
         archive = self.files.states((path.run, FOLDER), [f"{path.name}.tar"])
         return _Listing(archive, is_tar=True) if archive else None
 
-    async def _fetch(self, path: CheckpointPath, known: _Known, listing: _Listing) -> tuple[Content, str]:
+    async def _fetch(self, path: CheckpointPath, known: _Known, listing: _Listing, who: str) -> tuple[Content, str]:
         is_young = time.monotonic() - known.since < YOUNG_S
         try:
             fetched = await self._noted.run((path, listing), lambda: self._read_note(path, listing))
             if fetched is None:
-                fetched = await self._fetches.run((path, listing), lambda: self._fetched(path, listing, is_young))
+                fetched = await self._fetches.run((path, listing), lambda: self._fetched(path, listing, who, is_young))
         except (CheckpointIncomplete, CheckpointRefused) as exc:
             if known.listing == listing:
                 known.error = afresh(exc)
@@ -208,9 +210,11 @@ class RemoteRoot:
         directory = None if content is None else self._cache.use(content.digest)
         return None if content is None or directory is None else (content, directory)
 
-    def _fetched(self, path: CheckpointPath, listing: _Listing, is_young: bool) -> tuple[Content, str]:
+    def _fetched(self, path: CheckpointPath, listing: _Listing, who: str, is_young: bool) -> tuple[Content, str]:
         for _ in range(_ATTEMPTS):
-            found = self._fetch_once(path, listing, is_young=is_young)
+            with audited(who, path, self._url) as load:
+                found = self._fetch_once(path, listing, is_young=is_young)
+                load.digest = found[0].digest
             after = self._list(path)
             if after == listing:
                 if listing.is_telling:

@@ -142,12 +142,12 @@ class CheckpointStore:
             unreadable=self._num_hidden,
         )
 
-    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
+    async def resolve_for(self, path: CheckpointPath, caller: str | None, who: str = "") -> Checkpoint:
         """As `resolve`, for one caller: another owner's private checkpoint is not found, whatever its errors. Nor is
         one for anybody that says whose it is in words that cannot be read.
         """
         try:
-            checkpoint = await self.resolve(path)
+            checkpoint = await self.resolve(path, who)
         except (OwnedIncomplete, OwnedRefused) as exc:
             if exc.is_hidden:
                 self._hide(str(exc))
@@ -168,8 +168,8 @@ class CheckpointStore:
         if len(self._logged) > _LOGGED:
             self._logged.popitem(last=False)
 
-    async def resolve(self, path: CheckpointPath) -> Checkpoint:
-        """The content that the path has now, without a check of the owner.
+    async def resolve(self, path: CheckpointPath, who: str = "") -> Checkpoint:
+        """The content that the path has now, without a check of the owner. `who` is named in the log if it is read.
 
         Raises `CheckpointNotFound` (also when it has expired), `CheckpointIncomplete`, `CheckpointRefused`,
         `CheckpointUnavailable`, or `InvalidRequest` when a link leads out of its root.
@@ -177,7 +177,7 @@ class CheckpointStore:
         try:
             async with asyncio.timeout(self._timeout_s):
                 with _translated(path):
-                    checkpoint = await self._find(path)
+                    checkpoint = await self._find(path, who)
         except OwnedRefused as exc:
             self._num_refused += not exc.is_hidden
             raise
@@ -219,14 +219,14 @@ class CheckpointStore:
         if not pinning.cancelled() and pinning.exception() is None and pinning.result():
             self._cache.unpin(digest)
 
-    async def _find(self, path: CheckpointPath) -> Checkpoint | None:
+    async def _find(self, path: CheckpointPath, who: str) -> Checkpoint | None:
         """The content in the first root that has the path, complete or not. A root that does not answer is passed by,
         unless it is known to have the path. Raises `NoAnswer` if nothing is found and not all roots have answered.
         """
         silent: NoAnswer | None = None
         for root in self._roots:
             try:
-                checkpoint = await root.find(path)
+                checkpoint = await root.find(path, who)
             except NoAnswer as exc:
                 if await asyncio.to_thread(root.has_had, path):
                     raise  # another root's content would not be what this path has now

@@ -205,7 +205,7 @@ def _usage_parameters() -> list[Json]:
 def _generating(reply: str, bodies: tuple[str, ...], rules: str, limits: LimitsConfig) -> Object:
     responses = _responses((reply,), _GENERATING)
     for status in responses:
-        for name in ("x-ignored-fields", "x-endpoint"):
+        for name in ("x-ignored-fields", "x-endpoint", "x-checkpoint-digest"):
             _object(_object(responses, status), "headers")[name] = _header(name)
     whole = _object(responses, "200")
     content = _object(whole, "content")
@@ -280,6 +280,7 @@ def _headers() -> Object:
         "x-request-id": "The id of this request in the logs.",
         "x-ignored-fields": "The ignored fields of the body, separated by commas; absent if there are none.",
         "x-endpoint": "The endpoint that a marketplace slug's request was sent to; absent for models.",
+        "x-checkpoint-digest": "The content of the checkpoint that was sampled, as a digest; absent for base models.",
         "x-should-retry": "`false`: a retry cannot succeed.",
     }
     wait: Object = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}

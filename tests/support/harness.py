@@ -73,7 +73,7 @@ class MemoryCheckpoints:
     asked_after: list[str | None] = field(default_factory=list)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> ResolvedCheckpoint:
+    async def resolve_for(self, path: CheckpointPath, caller: str | None, who: str) -> ResolvedCheckpoint:
         denied = CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
         found = self.held.get(str(path), denied)
         if isinstance(found, Exception):

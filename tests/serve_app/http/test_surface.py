@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
+from engines.interface.errors import AdapterRefused
 from tests.support.harness import BASE, CHAT, KEY, NEXT_PAGE, OTHER_KEY, RunningEdge, StoredCheckpoint
 from tests.support.wire import error, exchange, post_head, read_response
 
@@ -337,6 +338,21 @@ def test_what_is_no_next_page_is_refused(edge: RunningEdge) -> None:
     with edge.http() as client:
         response = client.get("/models?checkpoints=1&after=x")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "after")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_names_the_content_of_the_checkpoint_that_it_is_of(edge: RunningEdge, stream: bool) -> None:
+    path = "tinker://r/sampler_weights/n"
+    for content in ("d1", "d2"):
+        edge.checkpoints.held[path] = StoredCheckpoint(content)
+        for ask in (edge.chat, edge.complete):
+            response = ask(model=path, stream=stream, max_tokens=1)
+            assert response.headers["x-checkpoint-digest"] == content
+    assert "x-checkpoint-digest" not in edge.chat(stream=stream, max_tokens=1).headers
+    edge.script.says(AdapterRefused("no such tensor"))
+    refused = edge.chat(model=path, stream=stream)
+    assert (refused.status_code, refused.headers["x-checkpoint-digest"]) == (422, "d2")
+    assert "x-checkpoint-digest" not in edge.chat(model="tinker://r/sampler_weights/none").headers
 
 
 def test_a_checkpoint_is_a_model_with_the_context_of_its_base(edge: RunningEdge) -> None:
