@@ -50,7 +50,7 @@ class Runner(Protocol):
 class AdapterLoads(Protocol):
     """The part of the adapter cache that the loop needs and the scheduler does not."""
 
-    def want(self, adapter: Adapter) -> None: ...
+    def want(self, adapter: Adapter, tenant: str) -> None: ...
     def unwant(self, adapter: Adapter) -> None: ...
     def poll(self) -> dict[Adapter, AdapterError]:
         """Take in finished loads; returns what failed."""
@@ -124,7 +124,7 @@ class EngineLoop:
         self.counters.requests += 1
         self._sequences[sequence.request_id] = sequence
         if sequence.request.adapter:
-            self.adapters.want(sequence.request.adapter)
+            self.adapters.want(sequence.request.adapter, sequence.request.tenant)
         self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:

@@ -6,7 +6,8 @@ content share one load, and a path whose content was replaced is another adapter
 
 Loads run on their own threads, one per digest, in the order in which adapters were first wanted. An adapter that some
 request wants is never evicted. A load waits while the wanted ones fill the budget, so a small budget makes requests
-wait, not fail. At most the budget, one adapter, and the adapters being loaded are held.
+wait, not fail. At most the budget, one adapter, and the adapters being loaded are held. The log has one line for each
+load.
 """
 
 import logging
@@ -60,8 +61,11 @@ class AdapterCounters:
 
 @dataclass(slots=True)
 class _Queued:
+    """`tenant`: who wanted it first."""
+
     adapter: Adapter
     since: float
+    tenant: str
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class _Load(Generic[Held]):
     adapter: Adapter
     future: "Future[Held]"
     started: float
+    tenant: str
 
 
 @dataclass(slots=True)
@@ -121,8 +126,8 @@ class AdapterCache(Generic[Held]):
     def is_loading(self) -> bool:
         return bool(self._loading or self._queue or self._failed)
 
-    def want(self, adapter: Adapter) -> None:
-        """A request needs the adapter from now until `unwant`."""
+    def want(self, adapter: Adapter, tenant: str = "") -> None:
+        """A request of this tenant needs the adapter from now until `unwant`."""
         digest = adapter.digest
         wants = self._wants.setdefault(digest, {})
         wants[adapter] = wants.get(adapter, 0) + 1
@@ -132,7 +137,7 @@ class AdapterCache(Generic[Held]):
         if refusal is not None and self.clock() - refusal[1] < REFUSAL_S:
             self._failed[adapter] = afresh(refusal[0])
         elif digest not in self._loading and digest not in self._queue:
-            self._queue[digest] = _Queued(adapter, self.clock())
+            self._queue[digest] = _Queued(adapter, self.clock(), tenant)
             self._start_loads()
 
     def unwant(self, adapter: Adapter) -> None:
@@ -220,6 +225,10 @@ class AdapterCache(Generic[Held]):
         digest = load.adapter.digest
         del self._loading[digest]
         error = load.future.exception()
+        logger.info(
+            "adapter_load key=%s digest=%s from=%s seconds=%.3f result=%s",
+            load.tenant, digest, load.adapter.directory, now - load.started, error or "loaded",
+        )  # fmt: skip
         if error is None:
             self.counters.loads += 1
             self.counters.load_seconds += now - load.started
@@ -236,7 +245,7 @@ class AdapterCache(Generic[Held]):
         # This directory may have lost the content, while another one that a request was bound to still has it.
         for other in self._wants.get(digest, ()):
             if other not in self._failed:
-                self._queue[digest] = _Queued(other, now)
+                self._queue[digest] = _Queued(other, now, load.tenant)
                 return
 
     def _refuse(self, adapter: Adapter, error: AdapterError) -> None:
@@ -255,14 +264,15 @@ class AdapterCache(Generic[Held]):
 
     def _start_loads(self) -> None:
         while self._queue and len(self._loading) < self.loaders and self._has_room():
-            adapter = self._queue.pop(next(iter(self._queue))).adapter
+            queued = self._queue.pop(next(iter(self._queue)))
+            adapter = queued.adapter
             try:
                 future = self._executor.submit(self.load, adapter)
             except RuntimeError:  # the system gives no thread
                 logger.exception("an adapter's load could not be started")
                 self._fail(adapter.digest, AdapterUnavailable("The checkpoint could not be loaded; try again."))
                 continue
-            self._loading[adapter.digest] = _Load(adapter, future, self.clock())
+            self._loading[adapter.digest] = _Load(adapter, future, self.clock(), queued.tenant)
             future.add_done_callback(lambda _: self.on_loaded())
 
     def _has_room(self) -> bool:

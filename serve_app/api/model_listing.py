@@ -25,19 +25,23 @@ from serve_app.marketplace.slugs import Endpoint, Slug, Wanted
 _CHECKPOINT_OWNER = "user"  # the usual value for fine-tuned models; the owner's name stays private
 
 
-async def list_models(edge: Edge, caller: Caller, *, with_checkpoints: bool) -> ModelList:
-    """Every base model that the caller may use, with its variants, every slug, and the checkpoints on request.
-
-    `has_more`: there are too many checkpoints to list them all.
-    """
-    catalog = edge.catalog
+async def list_models(edge: Edge, caller: Caller) -> ModelList:
+    """Every base model that the caller may use, with its variants, and every slug."""
     items: list[ModelReply | SlugReply | CheckpointReply] = []
-    for model in await catalog.visible_to(caller):
+    for model in await edge.catalog.visible_to(caller):
         items += _with_variants(model)
     items += [_slug(slug.id, slug) for slug in edge.marketplace.slugs.values() if may_use(caller, slug)]
-    checkpoints, are_all = await catalog.checkpoints_of(caller) if with_checkpoints else ([], True)
-    items += [_checkpoint(checkpoint, catalog.base_id(checkpoint.base_model)) for checkpoint in checkpoints]
-    return {"object": "list", "data": items, "has_more": not are_all}
+    return {"object": "list", "data": items, "has_more": False, "next": None}
+
+
+async def list_checkpoints(edge: Edge, caller: Caller, after: str | None) -> ModelList:
+    """A page of the checkpoints that the caller may use. The first page begins with what `list_models` has. Raises
+    `InvalidRequest`.
+    """
+    page = await edge.catalog.checkpoints_of(caller, after)
+    items = [_checkpoint(checkpoint, edge.catalog.base_id(checkpoint.base_model)) for checkpoint in page.checkpoints]
+    before = (await list_models(edge, caller))["data"] if after is None else []
+    return {"object": "list", "data": [*before, *items], "has_more": page.has_more, "next": page.next}
 
 
 async def describe(edge: Edge, requested: str, caller: Caller) -> ModelReply | SlugReply:

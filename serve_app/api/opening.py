@@ -120,17 +120,18 @@ async def open_request(
     ticket.record.image_tokens = sum(image.length for image in generate.images)
     await ticket.reserve(len(generate.prompt_token_ids), prepared.asked_tokens, generate.sampling.max_tokens)
     affinity = affinity_of(prepared.prompt_cache_key, generate)
-    deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
-    async with open_generation(deltas, edge.limits.first_token_timeout_s) as generation:
-        yield Answer(
-            stream=bool(body.stream),
-            generation=generation,
-            reply=prepared.reply,
-            chunks=prepared.chunks,
-            tool_check=prepared.tool_check,
-            workers=edge.workers,
-            preface=prepared.preface,
-        )
+    async with edge.catalog.keep(target):
+        deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
+        async with open_generation(deltas, edge.limits.first_token_timeout_s) as generation:
+            yield Answer(
+                stream=bool(body.stream),
+                generation=generation,
+                reply=prepared.reply,
+                chunks=prepared.chunks,
+                tool_check=prepared.tool_check,
+                workers=edge.workers,
+                preface=prepared.preface,
+            )
 
 
 @asynccontextmanager

@@ -50,6 +50,11 @@ class ModelId:
         return ";".join(str(part) for part in (self.base, self.checkpoint) if part is not None)
 
 
+def names_checkpoint(text: str) -> bool:
+    """Whether the text, if it is a model id, names a checkpoint."""
+    return _SCHEME in text
+
+
 def parse(text: str) -> ModelId:
     """Raises `InvalidRequest` (param `model`) that says what is malformed."""
     if not text or len(text) > MAX_CHARACTERS:

@@ -4,6 +4,7 @@ adapter.
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -52,10 +53,15 @@ class ListedCheckpoint(Protocol):
 
 
 class Listing(Protocol):
-    """Checkpoints that an owner may use, newest first; `is_complete`: all of them."""
+    """Checkpoints that an owner may use, newest first. `next`: what to ask for the next page with, None on the last
+    one. `is_complete`: the pages hold all of them.
+    """
 
     @property
     def checkpoints(self) -> Sequence[ListedCheckpoint]: ...
+
+    @property
+    def next(self) -> str | None: ...
 
     @property
     def is_complete(self) -> bool: ...
@@ -64,16 +70,28 @@ class Listing(Protocol):
 class Checkpoints(Protocol):
     """Where checkpoints come from."""
 
-    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> ResolvedCheckpoint:
-        """The content that the path has now. Raises a `CheckpointError`; another owner's private checkpoint counts as
-        not found.
+    async def resolve_for(self, path: CheckpointPath, caller: str | None, who: str) -> ResolvedCheckpoint:
+        """The content that the path has now, for the owner `caller` and the key `who`. Raises a `CheckpointError`;
+        another owner's private checkpoint counts as not found.
         """
 
-    async def list(self, owner: str | None) -> Listing:
-        """The checkpoints that this owner may use."""
+    def keep(self, adapter: Adapter) -> AbstractAsyncContextManager[None]:
+        """Keep the adapter's files for as long as the context lasts. Raises `AdapterChanged` when they are gone."""
+
+    async def list(self, owner: str | None, after: str | None = None) -> Listing:
+        """The checkpoints that this owner may use. `after`: `next` of the page before. Raises `InvalidRequest`."""
 
     def close(self) -> None:
         """Release everything; no call may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPage:
+    """`next`: what to ask for the next page with. `has_more`: there is one, or some checkpoints could not be listed."""
+
+    checkpoints: Sequence[ListedCheckpoint]
+    next: str | None = None
+    has_more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +147,13 @@ class Catalog:
         found = await asyncio.gather(*map(_in_time, entries))
         return [model for model in found if model is not None]
 
-    async def checkpoints_of(self, caller: Caller) -> tuple[list[ListedCheckpoint], bool]:
-        """The checkpoints that the caller may use, and whether the list is complete."""
+    async def checkpoints_of(self, caller: Caller, after: str | None) -> CheckpointPage:
+        """A page of the checkpoints that the caller may use."""
         if self.checkpoints is None:
-            return [], False
-        listing = await self.checkpoints.list(caller.owner)
+            return CheckpointPage([], next=None, has_more=True)
+        listing = await self.checkpoints.list(caller.owner, after)
         mine = [checkpoint for checkpoint in listing.checkpoints if self._may_sample(caller, checkpoint.base_model)]
-        return mine, listing.is_complete
+        return CheckpointPage(mine, listing.next, listing.next is not None or not listing.is_complete)
 
     def base_id(self, trained_on: str | None) -> str | None:
         """The id of the served model that a checkpoint names as its base; None when it names none."""
@@ -161,6 +179,12 @@ class Catalog:
         renderer = await self._renderer(model, checkpoint)
         return ResolvedModel(requested, model, context_length, renderer, adapter, model_id.checkpoint)
 
+    def keep(self, target: ResolvedModel) -> AbstractAsyncContextManager[None]:
+        """Keep the files that the target needs, for as long as the context lasts. Raises `AdapterChanged`."""
+        if target.adapter is None or self.checkpoints is None:
+            return nullcontext()
+        return self.checkpoints.keep(target.adapter)
+
     def _base(self, base: BaseModelId, caller: Caller) -> _Chosen:
         entry = self.entries.get(base.name)
         if entry is not None and _may_use(caller, entry):
@@ -180,7 +204,7 @@ class Catalog:
     async def _checkpoint(self, path: CheckpointPath, caller: Caller) -> ResolvedCheckpoint:
         if self.checkpoints is None:
             raise CheckpointUnavailable("No checkpoint can be served: the store's configuration was refused.")
-        return await self.checkpoints.resolve_for(path, caller.owner)
+        return await self.checkpoints.resolve_for(path, caller.owner, caller.name)
 
     def _meant_by(self, name: str) -> list[Entry]:
         """The models that a checkpoint may mean by this base name, the most likely first."""

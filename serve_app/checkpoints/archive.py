@@ -1,14 +1,22 @@
 """From a tar file on this machine to an entry of the disk cache."""
 
 import os
-from collections.abc import Mapping
 
 from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, PICKLE_FILE, WEIGHTS_FILE
-from serve_app.checkpoints.content import MARKER_FILE, Content, Reader, max_file_bytes, open_folder, read_at
+from serve_app.checkpoints.content import MARKER_FILE, Content, Reader, max_file_bytes, open_folder
 from serve_app.checkpoints.disk_cache import DiskCache
 from serve_app.checkpoints.metadata import METADATA_FILE, BadField, Metadata, NotJson, parse_metadata
 from serve_app.checkpoints.report import Report
-from serve_app.checkpoints.tar import Member, TarRefused, TarTruncated, TarWrong, known_files, unpack
+from serve_app.checkpoints.tar import (
+    Archive,
+    Member,
+    TarRefused,
+    TarTruncated,
+    TarWrong,
+    find_file,
+    known_files,
+    unpack,
+)
 
 
 def unpack_into(
@@ -18,20 +26,25 @@ def unpack_into(
 
     Raises `OwnedIncomplete`, `OwnedRefused`, `CacheFull` or `OSError`.
     """
+    archive = Archive.of(descriptor)
     try:
-        members = known_files(descriptor)
-        report.about = _about(descriptor, members)
+        members = known_files(archive)
+        report.about = _about(archive, members.get(METADATA_FILE))
         _check(members, report, max_bytes, is_young=is_young)
         with cache.workspace(sum(member.size for member in members.values())) as workspace:
-            unpack(descriptor, members, workspace)
+            unpack(archive, members, workspace)
             content = read_workspace(workspace, report, max_bytes=max_bytes, is_young=is_young, is_final=not is_young)
             return content, cache.publish(workspace, content.digest)
     except TarRefused as exc:
+        report.about = _about(archive, find_file(archive, METADATA_FILE))
         raise report.refused(f"in its tar file, {exc}") from exc
     except TarWrong as exc:
+        member = find_file(archive, METADATA_FILE)
+        report.about = None if member is None else _about(archive, member)
         damaged = f"its tar file is damaged: {exc}"
         raise (report.incomplete(damaged) if is_young else report.refused(damaged)) from exc
     except TarTruncated as exc:
+        report.about = _about(archive, find_file(archive, METADATA_FILE))
         raise report.incomplete(f"of its tar file, {exc}") from exc
 
 
@@ -42,15 +55,18 @@ def read_workspace(workspace: str, report: Report, *, max_bytes: int, is_young: 
         return Reader(folder, report, max_bytes, is_young, is_final).read()
 
 
-def _about(descriptor: int, members: Mapping[str, Member]) -> Metadata:
-    """The checkpoint's metadata, if it can be read yet. Errors are reported when the checkpoint is read."""
-    member = members.get(METADATA_FILE)
-    if member is None or member.size > MAX_CONFIG_BYTES:
+def _about(archive: Archive, member: Member | None) -> Metadata | None:
+    """What the checkpoint says about itself; None if that cannot be read. The errors in it are reported when the
+    checkpoint is read.
+    """
+    if member is None:
         return Metadata()
+    if member.size > MAX_CONFIG_BYTES:
+        return None
     try:
-        return parse_metadata(read_at(descriptor, member.size, member.offset))
+        return parse_metadata(archive.read(member.size, member.offset))
     except (NotJson, BadField):
-        return Metadata()
+        return None
 
 
 def _check(members: dict[str, Member], report: Report, max_bytes: int, *, is_young: bool) -> None:

@@ -40,6 +40,10 @@ class Checkpoint:
         )
 
     @property
+    def content(self) -> Content:
+        return Content(self.digest, self.base_model, self.owner, self.public, self.expires_at, self.chat_template)
+
+    @property
     def adapter(self) -> Adapter:
         return Adapter(self.digest, self.directory)
 

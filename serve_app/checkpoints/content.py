@@ -175,6 +175,7 @@ class Reader:
     def _metadata(self) -> Metadata:
         if METADATA_FILE not in self.folder.files:
             return Metadata()
+        self.report.about = None  # an error from here on may be somebody's secret
         self._check_file(METADATA_FILE)
         try:
             return parse_metadata(self._text(METADATA_FILE))

@@ -1,16 +1,19 @@
 """A bounded folder of local copies of remote and archived checkpoints, keyed by content.
 
 - `content/<digest>/`: adapter_config.json and adapter_model.safetensors; always complete.
-- `names/<hash>.json`: the content of a remote path at its last download, so that a restart downloads nothing again.
+- the notes (`notes.py`): among them, which files of entries were hashed.
 - `work/<random>/`: a download in progress; never read, removed when it is old.
+- `pins/<digest>`: locked by each process whose requests use the entry (`pins.py`).
 - `lock`: held by a process while it adds or removes entries.
 
-The least recently used entries are removed first; an entry used within `in_use_s` stays. An entry is written under
-another name, flushed, and renamed. A process hashes each entry before its first use.
+The least recently used entries are removed first; a pinned entry stays. An entry is written under another name,
+flushed, and renamed; one that is there already and not damaged stays as it is, for its readers. Before its first use in
+a process, an entry is hashed, unless its files are as they were when they were hashed last.
 """
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -23,12 +26,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE, combined_digest
+from serve_app.checkpoints.content import fingerprint
+from serve_app.checkpoints.notes import Notes
+from serve_app.checkpoints.pins import Pins
 
 logger = logging.getLogger(__name__)
 
 _ABANDONED_S: Final = 6 * 3600.0
-_TOUCH_S: Final = 30.0
-_MAX_NOTES: Final = 4096
+_TOUCH_S: Final = 1.0
 
 
 class CacheFull(Exception):
@@ -47,12 +52,13 @@ class DiskCache:
     disk fails.
     """
 
-    def __init__(self, directory: str, budget_bytes: int, *, in_use_s: float = 900.0) -> None:
+    def __init__(self, directory: str, budget_bytes: int) -> None:
         """Does not touch the disk yet."""
+        self.notes = Notes(directory)
         self.evictions = 0
         self._directory = directory
         self._budget_bytes = budget_bytes
-        self._in_use_s = in_use_s
+        self._pins = Pins(os.path.join(directory, "pins"))
         self._mutex = threading.Lock()
         self._verified: set[str] = set()
         self._reserved: dict[str, int] = {}
@@ -81,10 +87,9 @@ class DiskCache:
             else:
                 _flush(os.path.join(path, name))
         _flush(path)
-        entry = self._entry(digest)
+        entry = self.entry(digest)
+        self.use(digest)  # removes a damaged one; whole ones only are published
         with self._locked():
-            if digest not in self._verified:
-                self._remove(entry)  # this process has not checked the existing entry
             if not os.path.isdir(entry):
                 os.rename(path, entry)
                 _flush(os.path.dirname(entry))
@@ -96,57 +101,75 @@ class DiskCache:
         """The entry's folder, marked as used now; None when there is none. A damaged entry is removed and counts as
         none.
         """
-        entry = self._entry(digest)
+        entry = self.entry(digest)
         try:
             if digest in self._verified:
                 os.stat(os.path.join(entry, WEIGHTS_FILE))
-                if time.time() - os.stat(entry).st_mtime > _TOUCH_S:
+                if abs(time.time() - os.stat(entry).st_mtime) > _TOUCH_S:
                     os.utime(entry)
                 return entry
             os.utime(entry)
-            if _digest_of(entry) == digest:
+            if self._is_whole(entry, digest):
                 self._verified.add(digest)
                 return entry
         except FileNotFoundError:
             if not os.path.isdir(entry):
                 self._verified.discard(digest)
                 return None
-        logger.error("Removing a damaged checkpoint from the cache: %s", digest)
         with self._locked():
+            if self._is_whole(entry, digest):  # another process has replaced it since
+                return entry
+            logger.error("Removing a damaged checkpoint from the cache: %s", digest)
             self._remove(entry)
         return None
 
-    def note(self, name: str, text: str) -> None:
-        """Store a small text under a name; it survives restarts."""
-        path = self._note_path(name)
-        temporary = f"{path}.{secrets.token_hex(4)}"
-        with self._locked():
-            notes = sorted(os.scandir(os.path.dirname(path)), key=lambda note: note.stat().st_mtime)
-            for note in notes[: max(0, len(notes) - _MAX_NOTES)]:
-                os.unlink(note.path)
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
+    def pin(self, digest: str) -> bool:
+        """Keep the entry until it is unpinned; False when there is none, and nothing to unpin."""
+        if not os.path.isdir(self.entry(digest)):
+            return False
+        self._pins.pin(digest)
+        if self.use(digest) is None:
+            self._pins.unpin(digest)
+            return False
+        return True
 
-    def noted(self, name: str) -> str | None:
-        with suppress(FileNotFoundError), open(self._note_path(name), encoding="utf-8") as file:
-            return file.read()
-        return None
+    def unpin(self, digest: str) -> None:
+        self._pins.unpin(digest)
 
-    def _note_path(self, name: str) -> str:
-        return os.path.join(self._directory, "names", f"{hashlib.sha256(name.encode()).hexdigest()}.json")
+    def doubt(self, digest: str) -> None:
+        """Hash the entry again before its next use, and drop the notes on its content."""
+        self._verified.discard(digest)
+        self.notes.forget(digest)
 
-    def _entry(self, digest: str) -> str:
+    def holds(self, directory: str) -> bool:
+        """Whether this is the folder of an entry."""
+        return os.path.dirname(directory) == os.path.join(self._directory, "content")
+
+    def entry(self, digest: str) -> str:
+        """The folder of an entry, whether it is there or not."""
         return os.path.join(self._directory, "content", digest)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        for name in ("content", "work", "names"):
+        for name in ("content", "work"):
             os.makedirs(os.path.join(self._directory, name), exist_ok=True)
         with self._mutex, open(os.path.join(self._directory, "lock"), "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    def _is_whole(self, entry: str, digest: str) -> bool:
+        """Whether the entry holds the content with this digest."""
+        name = f"entry {digest}"
+        try:
+            state = _state(entry)
+            if self.notes.get(name, state) is None:
+                if _digest_of(entry) != digest:
+                    return False
+                self.notes.put(name, state, "", digest)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _make_room(self, nbytes: int) -> None:
         if nbytes > self._budget_bytes:
@@ -162,10 +185,11 @@ class DiskCache:
         for entry in entries:
             if used + nbytes <= self._budget_bytes:
                 return
-            if now - entry.used_at > self._in_use_s:
-                self._remove(entry.path)
-                self.evictions += 1
-                used -= entry.nbytes
+            with self._pins.alone(os.path.basename(entry.path)) as is_unused:
+                if is_unused:
+                    self._remove(entry.path)
+                    self.evictions += 1
+                    used -= entry.nbytes
         if used + nbytes > self._budget_bytes:
             raise CacheFull
 
@@ -184,6 +208,10 @@ def _entries(directory: str) -> Iterator[_Entry]:
             with suppress(FileNotFoundError, NotADirectoryError):
                 nbytes = sum(file.stat(follow_symlinks=False).st_size for file in os.scandir(item.path))
                 yield _Entry(item.path, nbytes, item.stat(follow_symlinks=False).st_mtime)
+
+
+def _state(entry: str) -> str:
+    return json.dumps([fingerprint(os.stat(os.path.join(entry, name)))[1:] for name in (CONFIG_FILE, WEIGHTS_FILE)])
 
 
 def _digest_of(entry: str) -> str:

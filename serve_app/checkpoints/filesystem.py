@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Final, Protocol
 
 from serve_app.base.errors import ConfigRefused
+from serve_app.checkpoints.tar import Archive
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,8 @@ _VERSIONS: Final = (
 )  # fmt: skip
 _CHANGED: Final = ("LastModified", "last_modified", "mtime", "updated", "created")
 _MISSING_STATUSES: Final = (403, 404, 410)  # 403: from object stores for a missing file if the client may not list
-_MAX_CHILDREN: Final = 10_000
+_MAX_CHILDREN: Final = 100_000
+_RANGE_BYTES: Final = 1 << 16
 
 
 class StoreFailed(Exception):
@@ -43,7 +45,7 @@ class _Fsspec(Protocol):
     def info(self, path: str) -> Mapping[str, object]: ...
     def ls(self, path: str, *, detail: bool) -> Sequence[Mapping[str, object]]: ...
     def get_file(self, remote: str, local: str, *, callback: object) -> None: ...
-    def cat_file(self, path: str) -> bytes: ...
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes: ...
     def invalidate_cache(self, path: str | None = None) -> None: ...
 
 
@@ -104,13 +106,30 @@ class FileSystem:
             except FileNotFoundError:
                 return None
 
-    def children(self, folder: Sequence[str]) -> list[str]:
-        """The names in a folder, at most 10,000; empty where the store cannot list. Raises `StoreFailed`."""
+    def archive(self, folder: Sequence[str], state: FileState) -> Archive:
+        """A tar file, of which only what is read is downloaded. Its reads raise `StoreFailed`."""
+        path = f"{self._path(folder)}/{state.name}"
+        size, held = state.size or 0, (0, b"")
+
+        def read(count: int, offset: int) -> bytes:
+            nonlocal held
+            start, content = held
+            if not start <= offset <= offset + count <= start + len(content):
+                end = min(size, offset + max(count, _RANGE_BYTES))
+                with _asking(path):
+                    start, content = held = offset, self._files.cat_file(path, offset, end) if end > offset else b""
+            return content[offset - start : offset - start + count]
+
+        return Archive(size, read)
+
+    def children(self, folder: Sequence[str]) -> list[FileState]:
+        """What is in a folder, at most 100,000; empty where the store cannot list. Raises `StoreFailed`."""
         if not self._can_list:
             return []
         path = self._path(folder)
         with _asking(path):
-            return [posixpath.basename(str(item["name"]).rstrip("/")) for item in self._list(path)[:_MAX_CHILDREN]]
+            items = self._list(path)[:_MAX_CHILDREN]
+            return [_state(posixpath.basename(str(item["name"]).rstrip("/")), item) for item in items]
 
     def _path(self, folder: Sequence[str]) -> str:
         return "/".join((self._base, *folder))

@@ -1,19 +1,18 @@
-"""Lists the checkpoints that a caller may use. The entries examined and the time are bounded."""
+"""Searches a root for checkpoints, of all owners. The entries examined and the time are bounded."""
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 
 from engines.lora.format.digest import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from serve_app.base.errors import InvalidRequest
 from serve_app.base.model_id import CheckpointPath, parse_checkpoint_path
-from serve_app.checkpoints.checkpoint import is_open_to
 from serve_app.checkpoints.content import FILES, Reader, open_folder, read_at
-from serve_app.checkpoints.filesystem import FileSystem
+from serve_app.checkpoints.filesystem import FileState, FileSystem
 from serve_app.checkpoints.local import FOLDER, YOUNG_S
 from serve_app.checkpoints.metadata import (
     METADATA_FILE,
@@ -26,9 +25,8 @@ from serve_app.checkpoints.metadata import (
 )
 from serve_app.checkpoints.report import Report, Unfit
 from serve_app.checkpoints.root_folder import LeavesRoot, open_below
-from serve_app.checkpoints.tar import Member, TarRefused, TarTruncated, TarWrong, known_files
+from serve_app.checkpoints.tar import Archive, Member, TarRefused, TarTruncated, TarWrong, known_files
 
-MAX_FOUND = 1000
 _TAR = ".tar"
 
 
@@ -36,52 +34,41 @@ _TAR = ".tar"
 class ListedCheckpoint:
     """A listed checkpoint. `changed_at`: in seconds since 1970, 0 where the store gives none. `base_model`: the model
     it was trained on, None when the checkpoint does not name it. `problem`: why it cannot be sampled, None if no reason
-    is known. A listing reads only the first bytes of local files.
+    is known. A listing reads only the first bytes of local files. The other fields: who may use it, and until when.
     """
 
     path: CheckpointPath
     changed_at: float = 0.0
     base_model: str | None = None
     problem: str | None = None
+    owner: str | None = None
+    public: bool = False
+    expires_at: datetime | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """`checkpoints`: newest first. `is_complete`: the list holds all of them."""
-
-    checkpoints: tuple[ListedCheckpoint, ...]
-    is_complete: bool
-
-    @property
-    def paths(self) -> tuple[CheckpointPath, ...]:
-        return tuple(checkpoint.path for checkpoint in self.checkpoints)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Search:
-    """One search of a root: its caller, its bounds, and its results. `max_bytes`: of a checkpoint's weights.
-    `has_failed`: some of the root could not be read.
+    """One search of a root: its bounds, and its results. `max_bytes`: of a checkpoint's weights. `has_failed`: some of
+    the root could not be read. `is_cut`: it has reached a bound.
     """
 
-    caller: str | None
-    max_found: int = MAX_FOUND
-    max_entries: int = 20_000
-    seconds: float = 5.0
+    max_found: int = 50_000
+    max_entries: int = 200_000
+    seconds: float = 10.0
     max_bytes: int = 8 << 30
     found: dict[CheckpointPath, ListedCheckpoint] = field(default_factory=dict)
     has_failed: bool = False
     claimed: set[CheckpointPath] = field(default_factory=set)
+    is_cut: bool = False
     _started: float = field(default_factory=time.monotonic)
     _entries: int = 0
 
     def goes_on(self) -> bool:
-        """Count one entry; False once a bound is reached."""
+        """Count one entry; False once a bound is reached, and the search is cut."""
         self._entries += 1
+        is_full = self._entries > self.max_entries or len(self.found) >= self.max_found
+        self.is_cut = is_full or self._is_late(self.seconds)
         return not self.is_cut
-
-    @property
-    def is_cut(self) -> bool:
-        return self._is_late(self.seconds) or self._entries > self.max_entries or len(self.found) >= self.max_found
 
     @property
     def has_time_to_check(self) -> bool:
@@ -108,15 +95,12 @@ class Search:
         changed_at: float,
         check: Callable[[], Unfit | None] = lambda: None,
     ) -> None:
-        """Add a checkpoint if the caller may use it. `config` reads the adapter's configuration, if needed; `check`
-        looks for errors, if there is time.
+        """Add a checkpoint, unless who may use it cannot be read. `config` reads the adapter's configuration, if
+        needed; `check` looks for errors, if there is time.
         """
         try:
             about = Metadata() if metadata is None else parse_metadata(metadata)
         except (NotJson, BadField):
-            return
-        is_over = about.expires_at is not None and about.expires_at <= datetime.now(UTC)
-        if is_over or not is_open_to(about.owner, public=about.public, caller=self.caller):
             return
         base, problem = about.base_model, check() if self.has_time_to_check else None
         if base is None:
@@ -124,20 +108,8 @@ class Search:
                 base = _base_in(config())
             except NotJson as exc:
                 problem = problem or Report(str(path)).refused(f"{CONFIG_FILE} {exc}.")
-        self.found[path] = ListedCheckpoint(path, changed_at, base, None if problem is None else str(problem))
-
-
-def merge(searches: Iterable[Search]) -> Listing:
-    """Merge the roots in their order: the first root that has anything at a path decides, as in a request."""
-    found: list[ListedCheckpoint] = []
-    claimed: set[CheckpointPath] = set()
-    is_complete = True
-    for search in searches:
-        found += [checkpoint for path, checkpoint in search.found.items() if path not in claimed]
-        claimed |= search.claimed
-        is_complete = is_complete and not (search.is_cut or search.has_failed)
-    found.sort(key=lambda checkpoint: (-checkpoint.changed_at, str(checkpoint.path)))
-    return Listing(tuple(found[:MAX_FOUND]), is_complete and len(found) <= MAX_FOUND)
+        reason = None if problem is None else str(problem)
+        self.found[path] = ListedCheckpoint(path, changed_at, base, reason, about.owner, about.public, about.expires_at)
 
 
 def search_folder(root: str, search: Search) -> None:
@@ -164,7 +136,7 @@ def _look_at(root: str, run: str, name: str, search: Search) -> None:
             if path is not None and search.claim(path) and {CONFIG_FILE, WEIGHTS_FILE} <= folder.files.keys():
                 about, config = folder.files.get(METADATA_FILE), folder.files[CONFIG_FILE]
                 text = None if about is None else read_at(about, MAX_CONFIG_BYTES)
-                is_young = time.time() - folder.changed_at < YOUNG_S
+                is_young = abs(time.time() - folder.changed_at) < YOUNG_S
                 reader = Reader(folder, Report(str(path)), search.max_bytes, is_young)
                 read = partial(read_at, config, MAX_CONFIG_BYTES)
                 search.add(path, text, read, folder.changed_at, reader.at_a_glance)
@@ -179,36 +151,57 @@ def _look_at_tar(root: str, run: str, name: str, search: Search) -> None:
             return
     with open_below(root, (run, FOLDER, name)) as found, suppress(TarRefused, TarTruncated, TarWrong):
         if found is not None and search.claim(path):
-            members = known_files(found[0])
-            if {CONFIG_FILE, WEIGHTS_FILE} <= members.keys():
-                archive, _ = found
-                read = partial(_text_of, archive, members)
-                search.add(path, read(METADATA_FILE), partial(read, CONFIG_FILE), os.fstat(archive).st_mtime)
+            _add_tar(path, Archive.of(found[0]), os.fstat(found[0]).st_mtime, search)
 
 
-def _text_of(archive: int, members: Mapping[str, Member], file: str) -> bytes | None:
+def _add_tar(path: CheckpointPath, archive: Archive, changed_at: float, search: Search) -> None:
+    """Raises `TarRefused`, `TarTruncated` or `TarWrong`."""
+    members = known_files(archive)
+    if {CONFIG_FILE, WEIGHTS_FILE} <= members.keys():
+        read = partial(_text_of, archive, members)
+        search.add(path, read(METADATA_FILE), partial(read, CONFIG_FILE), changed_at)
+
+
+def _text_of(archive: Archive, members: Mapping[str, Member], file: str) -> bytes | None:
     member = members.get(file)
-    return None if member is None else read_at(archive, min(member.size, MAX_CONFIG_BYTES), member.offset)
+    return None if member is None else archive.read(min(member.size, MAX_CONFIG_BYTES), member.offset)
 
 
 def search_files(files: FileSystem, search: Search) -> None:
-    """Checkpoints of a remote root, without tar files: their owner is written inside. Raises `StoreFailed`."""
+    """Checkpoints of a remote root. Of a tar file, only the headers and the small files are read. Raises
+    `StoreFailed`.
+    """
     for run in files.children(()):
         if not search.goes_on():
             return
-        for name in files.children((run, FOLDER)):
-            path = _path(run, name)
+        # Folders before tar files: a folder counts before a tar file of its name.
+        for child in sorted(files.children((run.name, FOLDER)), key=lambda child: child.name.endswith(_TAR)):
             if not search.goes_on():
                 return
-            if path is None or not search.claim(path):
-                continue
-            states = {state.name: state for state in files.states((run, FOLDER, name), FILES)}
-            if {CONFIG_FILE, WEIGHTS_FILE} <= states.keys():
-                about, config, folder = states.get(METADATA_FILE), states[CONFIG_FILE], (run, FOLDER, name)
-                text = None if about is None else files.text(folder, about, MAX_CONFIG_BYTES)
-                if about is None or text is not None:
-                    changed_at = max(state.changed_at for state in states.values())
-                    search.add(path, text, partial(files.text, folder, config, MAX_CONFIG_BYTES), changed_at)
+            if not _look_at_remote(files, run.name, child.name, search) and child.name.endswith(_TAR):
+                _look_at_remote_tar(files, run.name, child, search)
+
+
+def _look_at_remote(files: FileSystem, run: str, name: str, search: Search) -> bool:
+    """Whether it is a checkpoint's folder."""
+    path, folder = _path(run, name), (run, FOLDER, name)
+    states = {} if path is None else {state.name: state for state in files.states(folder, FILES)}
+    if path is None or not states:
+        return False
+    if search.claim(path) and {CONFIG_FILE, WEIGHTS_FILE} <= states.keys():
+        about, config = states.get(METADATA_FILE), states[CONFIG_FILE]
+        text = None if about is None else files.text(folder, about, MAX_CONFIG_BYTES)
+        if about is None or text is not None:
+            changed_at = max(state.changed_at for state in states.values())
+            search.add(path, text, partial(files.text, folder, config, MAX_CONFIG_BYTES), changed_at)
+    return True
+
+
+def _look_at_remote_tar(files: FileSystem, run: str, file: FileState, search: Search) -> None:
+    path = _path(run, file.name.removesuffix(_TAR))
+    if path is not None and search.claim(path):
+        with suppress(TarRefused, TarTruncated, TarWrong):
+            _add_tar(path, files.archive((run, FOLDER), file), file.changed_at, search)
 
 
 def _base_in(config: bytes | None) -> str | None:

@@ -9,41 +9,60 @@ announcement: the first request after its last byte was written finds it. The sa
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Self
 
+from engines.interface.errors import AdapterChanged
+from engines.interface.protocol import Adapter
 from serve_app.base.errors import CheckpointNotFound, CheckpointUnavailable, InvalidRequest
 from serve_app.base.model_id import CheckpointPath
 from serve_app.base.single_flight import SingleFlight
 from serve_app.checkpoints.checkpoint import Checkpoint, is_open_to
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
 from serve_app.checkpoints.filesystem import FileSystem, StoreFailed
-from serve_app.checkpoints.listing import Listing, Search, merge, search_files, search_folder
+from serve_app.checkpoints.listing import Search, search_files, search_folder
 from serve_app.checkpoints.local import LocalRoot
+from serve_app.checkpoints.pages import Listing, Merged, Position, position_of
 from serve_app.checkpoints.remote import RemoteRoot
 from serve_app.checkpoints.report import OwnedIncomplete, OwnedRefused
 from serve_app.checkpoints.root_folder import LeavesRoot
+from serve_app.checkpoints.root_threads import LOOK_S, NoAnswer, RootThreads
 from serve_app.config.paths import resolve_path
 from serve_app.config.service import CheckpointsConfig
 
 logger = logging.getLogger(__name__)
 
-_LIST_S = 15.0  # a search looks for 5 s; the rest is for the call that it waits for
+_LOGGED = 256
+_LIST_S = 15.0  # a search looks for 10 s; the rest is for the call that it waits for
+_RELIST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCounters:
-    """Counts since the store was opened: checkpoints read and hashed, downloaded, and removed from the disk cache."""
+    """Counts since the store was opened: checkpoints read and hashed, downloaded, and removed from the disk cache;
+    requests for a checkpoint that is refused, and for one whose owner cannot be read.
+    """
 
     reads: int
     fetches: int
     evictions: int
+    refusals: int
+    unreadable: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Searched:
+    """A search of a root, and until when its result is used."""
+
+    search: Search
+    until: float
 
 
 class CheckpointStore:
@@ -58,23 +77,34 @@ class CheckpointStore:
         max_bytes: int = 8 << 30,
         timeout_s: float = 60.0,
         recheck_s: float = 2.0,
+        look_s: float = LOOK_S,
+        relist_s: float = 3.0,
         clock: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
         """`roots`: folders and URLs, in search order. `cache_directory` None: a folder under the user's cache.
         `max_bytes`: of one checkpoint's weights. `timeout_s`: how long a request waits; the work continues for later
-        requests. Touches no file yet. Raises `ConfigRefused`.
+        requests. `look_s`: how long a root may take to say whether it has a checkpoint. `relist_s`: how long a listing
+        is used. Touches no file yet. Raises `ConfigRefused`.
         """
         directory = cache_directory or str(Path.home() / ".cache" / "roundhouse" / "checkpoints")
         self._cache = DiskCache(directory, cache_bytes)
-        self._looks = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-look")
-        self._reads = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-read")
+        self._helpers = ThreadPoolExecutor(4, thread_name_prefix="checkpoint-helper")
+        self._num_refused = 0
+        self._num_hidden = 0
+        self._logged: OrderedDict[str, None] = OrderedDict()
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._clock = clock
-        self._roots = [self._root(root, max_bytes, recheck_s) for root in roots]
-        # Each root has its own: one that hangs keeps them all.
-        self._searches = [ThreadPoolExecutor(2, thread_name_prefix="checkpoint-list") for _ in roots]
-        self._listings = [SingleFlight[str | None, Search](searches) for searches in self._searches]
+        self._elapsed = elapsed
+        self._threads = [RootThreads(look_s, elapsed) for _ in roots]
+        self._roots = [
+            self._root(root, threads, max_bytes, recheck_s) for root, threads in zip(roots, self._threads, strict=True)
+        ]
+        self._listings = [SingleFlight[int, Search](threads.searches) for threads in self._threads]
+        self._searches: dict[int, _Searched] = {}
+        self._merged = Merged.of(())
+        self._relist_s = relist_s
 
     @classmethod
     def of(cls, config: CheckpointsConfig) -> Self:
@@ -86,21 +116,20 @@ class CheckpointStore:
             cache_bytes=config.cache_bytes,
         )
 
-    def _root(self, root: str, max_bytes: int, recheck_s: float) -> LocalRoot | RemoteRoot:
+    def _root(self, root: str, threads: RootThreads, max_bytes: int, recheck_s: float) -> LocalRoot | RemoteRoot:
         if root.startswith("file://"):
             root = root.removeprefix("file://")
         if "://" in root:
             return RemoteRoot(
-                FileSystem(root),
-                root,
-                self._cache,
-                looks=self._looks,
-                reads=self._reads,
-                max_bytes=max_bytes,
-                recheck_s=recheck_s,
+                FileSystem(root), root, self._cache, threads=threads, max_bytes=max_bytes, recheck_s=recheck_s
             )
         return LocalRoot(
-            root, self._cache, looks=self._looks, reads=self._reads, max_bytes=max_bytes, clock=self._clock
+            root,
+            self._cache,
+            threads=threads,
+            max_bytes=max_bytes,
+            clock=self._clock,
+            elapsed=self._elapsed,
         )
 
     @property
@@ -109,22 +138,38 @@ class CheckpointStore:
             reads=sum(root.num_reads for root in self._roots if isinstance(root, LocalRoot)),
             fetches=sum(root.num_fetches for root in self._roots if isinstance(root, RemoteRoot)),
             evictions=self._cache.evictions,
+            refusals=self._num_refused,
+            unreadable=self._num_hidden,
         )
 
-    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> Checkpoint:
-        """As `resolve`, for one caller: another owner's private checkpoint is not found, whatever its errors."""
+    async def resolve_for(self, path: CheckpointPath, caller: str | None, who: str = "") -> Checkpoint:
+        """As `resolve`, for one caller: another owner's private checkpoint is not found, whatever its errors. Nor is
+        one for anybody that says whose it is in words that cannot be read.
+        """
         try:
-            checkpoint = await self.resolve(path)
+            checkpoint = await self.resolve(path, who)
         except (OwnedIncomplete, OwnedRefused) as exc:
-            if not is_open_to(exc.owner, public=exc.public, caller=caller):
+            if exc.is_hidden:
+                self._hide(str(exc))
+            if exc.is_hidden or not is_open_to(exc.owner, public=exc.public, caller=caller):
                 raise _not_found(path) from None
             raise
         if not is_open_to(checkpoint.owner, public=checkpoint.public, caller=caller):
             raise _not_found(path)
         return checkpoint
 
-    async def resolve(self, path: CheckpointPath) -> Checkpoint:
-        """The content that the path has now, without a check of the owner.
+    def _hide(self, reason: str) -> None:
+        """Count it, and log each reason once: requests must not fill the log."""
+        self._num_hidden += 1
+        if reason not in self._logged:
+            logger.warning("It is not known whose checkpoint this is, so nobody may use it. %s", reason)
+        self._logged[reason] = None
+        self._logged.move_to_end(reason)
+        if len(self._logged) > _LOGGED:
+            self._logged.popitem(last=False)
+
+    async def resolve(self, path: CheckpointPath, who: str = "") -> Checkpoint:
+        """The content that the path has now, without a check of the owner. `who` is named in the log if it is read.
 
         Raises `CheckpointNotFound` (also when it has expired), `CheckpointIncomplete`, `CheckpointRefused`,
         `CheckpointUnavailable`, or `InvalidRequest` when a link leads out of its root.
@@ -132,7 +177,10 @@ class CheckpointStore:
         try:
             async with asyncio.timeout(self._timeout_s):
                 with _translated(path):
-                    checkpoint = await self._find(path)
+                    checkpoint = await self._find(path, who)
+        except OwnedRefused as exc:
+            self._num_refused += not exc.is_hidden
+            raise
         except TimeoutError as exc:
             raise CheckpointUnavailable(f"The checkpoint {path} was not read within {self._timeout_s:g} s.") from exc
         now = datetime.fromtimestamp(self._clock(), UTC)
@@ -140,40 +188,104 @@ class CheckpointStore:
             raise _not_found(path)
         return checkpoint
 
-    async def _find(self, path: CheckpointPath) -> Checkpoint | None:
-        """The content in the first root that has the path, complete or not."""
+    @asynccontextmanager
+    async def keep(self, adapter: Adapter) -> AsyncIterator[None]:
+        """Keep the adapter's local copy for as long as the context lasts. Raises `AdapterChanged` when it is gone. If
+        the context raises that, the adapter's files are read anew when they are asked for next.
+        """
+        try:
+            async with self._pinned(adapter) if self._cache.holds(adapter.directory) else nullcontext():
+                yield
+        except AdapterChanged:
+            for root in self._roots:
+                root.doubt(adapter.digest)
+            await asyncio.get_running_loop().run_in_executor(self._helpers, self._cache.doubt, adapter.digest)
+            raise
+
+    @asynccontextmanager
+    async def _pinned(self, adapter: Adapter) -> AsyncIterator[None]:
+        pinning = asyncio.get_running_loop().run_in_executor(self._helpers, self._cache.pin, adapter.digest)
+        try:
+            if not await asyncio.shield(pinning):
+                raise AdapterChanged("The copy of the checkpoint was just removed from the checkpoint cache.")
+            yield
+        finally:
+            if pinning.done():
+                self._unpin(adapter.digest, pinning)
+            else:
+                pinning.add_done_callback(partial(self._unpin, adapter.digest))
+
+    def _unpin(self, digest: str, pinning: asyncio.Future[bool]) -> None:
+        if not pinning.cancelled() and pinning.exception() is None and pinning.result():
+            self._cache.unpin(digest)
+
+    async def _find(self, path: CheckpointPath, who: str) -> Checkpoint | None:
+        """The content in the first root that has the path, complete or not. A root that does not answer is passed by,
+        unless it is known to have the path. Raises `NoAnswer` if nothing is found and not all roots have answered.
+        """
+        silent: NoAnswer | None = None
         for root in self._roots:
-            checkpoint = await root.find(path)
+            try:
+                checkpoint = await root.find(path, who)
+            except NoAnswer as exc:
+                if await asyncio.to_thread(root.has_had, path):
+                    raise  # another root's content would not be what this path has now
+                silent = exc
+                continue
             if checkpoint is not None:
                 return checkpoint
+        if silent is not None:
+            raise silent
         return None
 
-    async def list(self, owner: str | None) -> Listing:
-        """Checkpoints that look complete and that this owner may use. Bounded to 1000 checkpoints and 5 s of search. A
-        root that cannot be listed, or does not answer in time, is left out.
+    async def list(self, owner: str | None, after: str | None = None) -> Listing:
+        """Checkpoints that look complete and that this owner may use, of seconds ago. `after`: `next` of the page
+        before. A search of a root is bounded; a root that cannot be listed, or does not answer in time, is left out.
+        Raises `InvalidRequest`.
         """
-        return merge(await asyncio.gather(*(self._search(number, owner) for number in range(len(self._roots)))))
+        position = None if after is None else position_of(after)
+        searches = await asyncio.gather(*(self._search(number) for number in range(len(self._roots))))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._helpers, self._page, tuple(searches), owner, position
+        )
 
-    async def _search(self, number: int, owner: str | None) -> Search:
+    def _page(self, searches: tuple[Search, ...], owner: str | None, after: Position | None) -> Listing:
+        merged = self._merged
+        if not merged.is_of(searches):
+            merged = self._merged = Merged.of(searches)
+        return merged.page(owner, after)
+
+    async def _search(self, number: int) -> Search:
+        kept = self._searches.get(number)
+        if kept is not None and self._elapsed() < kept.until:
+            return kept.search
         try:
             async with asyncio.timeout(min(self._timeout_s, _LIST_S)):
-                return await self._listings[number].run(
-                    owner, partial(_search_root, self._roots[number], owner, self._max_bytes)
-                )
+                return await self._listings[number].run(number, partial(self._search_root, number))
         except TimeoutError:
             logger.warning("Checkpoint root %d was not listed in time.", number)
-            return Search(owner, has_failed=True)
+            search = Search(has_failed=True)
+            self._searches[number] = _Searched(search, self._elapsed() + _LIST_S)
+            return search
+
+    def _search_root(self, number: int) -> Search:
+        """Search, and keep the result: for longer if the search took long."""
+        began = self._elapsed()
+        search = _searched(self._roots[number], self._max_bytes)
+        now = self._elapsed()
+        self._searches[number] = _Searched(search, now + min(_RELIST_S, self._relist_s + 10 * (now - began)))
+        return search
 
     def close(self) -> None:
         """Stop. Running calls finish later; their results are dropped."""
-        self._looks.shutdown(wait=False, cancel_futures=True)
-        self._reads.shutdown(wait=False, cancel_futures=True)
-        for searches in self._searches:
-            searches.shutdown(wait=False, cancel_futures=True)
+        self._helpers.submit(self._cache.notes.close)
+        self._helpers.shutdown(wait=False)
+        for threads in self._threads:
+            threads.close()
 
 
-def _search_root(root: LocalRoot | RemoteRoot, owner: str | None, max_bytes: int) -> Search:
-    search = Search(owner, max_bytes=max_bytes)
+def _searched(root: LocalRoot | RemoteRoot, max_bytes: int) -> Search:
+    search = Search(max_bytes=max_bytes)
     try:
         if isinstance(root, LocalRoot):
             search_folder(root.root, search)

@@ -6,10 +6,12 @@ end-of-archive block is required: an archive without it is still being written.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
-from typing import Final
+from typing import Final, Self
 
 from serve_app.checkpoints.content import FILES, read_at
 
@@ -44,13 +46,26 @@ class Member:
     size: int
 
 
-def known_files(descriptor: int) -> dict[str, Member]:
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """The bytes of an archive, wherever they lie. `read` returns `count` bytes at an offset, fewer only at the end."""
+
+    size: int
+    read: Callable[[int, int], bytes]
+
+    @classmethod
+    def of(cls, descriptor: int) -> Self:
+        """An open file on this machine."""
+        return cls(os.fstat(descriptor).st_size, partial(read_at, descriptor))
+
+
+def known_files(archive: Archive) -> dict[str, Member]:
     """The checkpoint's files by name. They lie at the top of the archive, or in its only folder.
 
     Walks the whole archive. Raises `TarRefused`, `TarWrong` or `TarTruncated`.
     """
     found: dict[str, dict[str, Member]] = {}
-    for member in _members(descriptor):
+    for member in _members(archive):
         path = PurePosixPath(member.name)
         if path.name in FILES and len(path.parts) <= 2:
             folder = found.setdefault(str(path.parent), {})
@@ -62,25 +77,41 @@ def known_files(descriptor: int) -> dict[str, Member]:
     return next(iter(found.values()), {})
 
 
-def unpack(descriptor: int, members: Mapping[str, Member], directory: str) -> None:
+def find_file(archive: Archive, name: str) -> Member | None:
+    """The first file of this name in an archive that is not in order, as far as its headers can be followed."""
+    with suppress(TarRefused, TarWrong, TarTruncated):
+        for member, _ in _entries(archive):
+            if PurePosixPath(member.name).name == name:
+                return member
+    return None
+
+
+def unpack(archive: Archive, members: Mapping[str, Member], directory: str) -> None:
     """Write members into `directory`, each under its key."""
     for name, member in members.items():
         with open(os.path.join(directory, name), "xb") as file:
             position = 0
             while position < member.size:
-                piece = read_at(descriptor, min(_COPY_BYTES, member.size - position), member.offset + position)
+                piece = archive.read(min(_COPY_BYTES, member.size - position), member.offset + position)
                 if not piece:
                     raise TarTruncated(f"it ends inside {name}.")
                 file.write(piece)
                 position += len(piece)
 
 
-def _members(descriptor: int) -> Iterator[Member]:
+def _members(archive: Archive) -> Iterator[Member]:
     """Regular files, after checking every entry up to the end-of-archive block."""
-    total = os.fstat(descriptor).st_size
-    position, extended = 0, dict[str, str]()
+    for member, kind in _entries(archive):
+        _check(member.name, kind)
+        if kind in _FILE_TYPES and not member.name.endswith("/"):
+            yield member
+
+
+def _entries(archive: Archive) -> Iterator[tuple[Member, bytes]]:
+    """Every entry with its type, up to the end-of-archive block."""
+    total, position, extended = archive.size, 0, dict[str, str]()
     for _ in range(_MAX_MEMBERS):
-        header = read_at(descriptor, _BLOCK, position)
+        header = archive.read(_BLOCK, position)
         if len(header) < _BLOCK:
             raise TarTruncated(f"it ends after {total} bytes, without an end-of-archive block.")
         if not any(header):
@@ -91,12 +122,10 @@ def _members(descriptor: int) -> Iterator[Member]:
         if position > total:
             raise TarTruncated(f"it has {total} bytes, and {name!r:.100} alone ends at {position}.")
         if kind in (b"x", b"g", b"L"):
-            extended |= _extended(descriptor, start, size, kind)
+            extended |= _extended(archive, start, size, kind)
             continue
         extended = {}
-        _check(name, kind)
-        if kind in _FILE_TYPES and not name.endswith("/"):
-            yield Member(name, start, size)
+        yield Member(name, start, size), kind
     raise TarRefused(f"it has more than {_MAX_MEMBERS} members.")
 
 
@@ -130,11 +159,11 @@ def _number(field: bytes) -> int:
         raise TarWrong("a header has a number that is not octal.") from exc
 
 
-def _extended(descriptor: int, start: int, size: int, kind: bytes) -> dict[str, str]:
+def _extended(archive: Archive, start: int, size: int, kind: bytes) -> dict[str, str]:
     """The path and size that an extended header gives to the member after it."""
     if size > _MAX_EXTENDED_BYTES:
         raise TarRefused(f"an extended header has {size} bytes; the limit is {_MAX_EXTENDED_BYTES}.")
-    text = read_at(descriptor, size, start)
+    text = archive.read(size, start)
     if kind == b"L":
         return {"path": text.partition(b"\0")[0].decode("utf-8", "surrogateescape")}
     records = dict(_records(text))

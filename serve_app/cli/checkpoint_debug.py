@@ -21,7 +21,11 @@ async def list_checkpoints(config: DeployConfig, owner: str | None) -> list[str]
     """The public checkpoints and those of `owner`, newest first."""
     async with _store(config) as store:
         listing = await store.list(owner)
-        return [str(path) for path in listing.paths]
+        paths = list(listing.paths)
+        while listing.next is not None:
+            listing = await store.list(owner, listing.next)
+            paths += listing.paths
+        return [str(path) for path in paths]
 
 
 async def check_checkpoint(config: DeployConfig, path: CheckpointPath, model_id: str | None) -> list[str]:

@@ -39,8 +39,8 @@ class CheckpointsConfig(Section):
     cache_directory: Annotated[
         Text | None,
         Doc(
-            "Folder for copies of remote checkpoints and tar files; the models read them there. "
-            "null: a folder under the user's cache."
+            "Folder for copies of remote checkpoints and tar files, which the models read there, and for the digests "
+            "of all checkpoints. null: a folder under the user's cache."
         ),
     ] = None
     cache_bytes: Annotated[int, Ge(0), Doc("Largest size of that folder.")] = 50 * 2**30

@@ -238,6 +238,8 @@ STORE_COUNTERS: Mapping[str, str] = {
     "reads": "Checkpoints of local roots that were read and hashed.",
     "fetches": "Checkpoints of remote roots that were downloaded.",
     "evictions": "Checkpoints that were dropped from the disk cache to make room.",
+    "refusals": "Requests for a checkpoint whose files cannot be served.",
+    "unreadable": "Requests for a checkpoint whose checkpoint.json cannot be read; the log has the reason.",
 }
 """The fields of `checkpoints.store.StoreCounters`, with descriptions."""
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from urllib.parse import parse_qs
 
@@ -14,10 +14,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from serve_app.access.auth import Caller
 from serve_app.api.answer import Answer, Edge, FinishedAnswer
 from serve_app.api.chat import CHATS
 from serve_app.api.completions import COMPLETIONS
-from serve_app.api.model_listing import describe, list_endpoints, list_models
+from serve_app.api.model_listing import describe, list_checkpoints, list_endpoints, list_models
 from serve_app.api.opening import (
     PARSE_US_PER_BYTE,
     Body,
@@ -39,7 +40,7 @@ from serve_app.base.errors import (
     NotReady,
     TotalTimeout,
 )
-from serve_app.base.model_id import parse
+from serve_app.base.model_id import names_checkpoint, parse
 from serve_app.catalog.loading import LOADING
 from serve_app.config.service import LimitsConfig
 from serve_app.http.body import read_body
@@ -124,8 +125,12 @@ class Handlers:
         await exchange.send_content(200, self._described[1])
 
     async def models(self, exchange: Exchange) -> None:
-        asked = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("checkpoints", [""])[0]
-        listing = await list_models(self._edge(), exchange.caller, with_checkpoints=asked in ("1", "true"))
+        query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+        if query.get("checkpoints", [""])[0] not in ("1", "true"):
+            await exchange.send_json(200, await list_models(self._edge(), exchange.caller))
+            return
+        with self._admitted(exchange.caller):
+            listing = await list_checkpoints(self._edge(), exchange.caller, query.get("after", [None])[0])
         await exchange.send_json(200, listing)
 
     async def model(self, exchange: Exchange) -> None:
@@ -149,7 +154,15 @@ class Handlers:
 
     async def _describe(self, exchange: Exchange, requested: str) -> None:
         exchange.record.asked_for(requested)
-        await exchange.send_json(200, await describe(self._edge(), requested, exchange.caller))
+        with self._admitted(exchange.caller) if names_checkpoint(requested) else nullcontext():
+            description = await describe(self._edge(), requested, exchange.caller)
+        await exchange.send_json(200, description)
+
+    @contextmanager
+    def _admitted(self, caller: Caller) -> Iterator[None]:
+        """Looking into a store of checkpoints counts as a request. Raises `LimitReached` or `Overloaded`."""
+        with self._service.capacity.admit(), self._service.limiter.admit(caller):
+            yield
 
     async def chat(self, exchange: Exchange) -> None:
         await self._generate(exchange, CHATS)

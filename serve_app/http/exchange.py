@@ -106,6 +106,8 @@ class Exchange:
         common = {"x-request-id": self.record.request_id} | self.extra_headers
         if self.record.endpoint:
             common["x-endpoint"] = self.record.endpoint
+        if self.record.adapter_digest:
+            common["x-checkpoint-digest"] = self.record.adapter_digest
         if self.ticket is not None and self.ticket.ignored_fields.names:
             common["x-ignored-fields"] = _names(self.ticket.ignored_fields)
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (common | dict(headers)).items()]

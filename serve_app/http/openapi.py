@@ -147,7 +147,8 @@ def _object(parent: Object, name: str) -> Object:
 
 
 def _paths(limits: LimitsConfig) -> Object:
-    with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: list checkpoints too.")
+    with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: list checkpoints too, 1000 on a page.")
+    after = _parameter("query", "after", "With `checkpoints`: the `next` of the page before.")
     return {
         "/v1/chat/completions": {
             "post": _generating("ChatCompletion", ("ChatBody", "SlugChatBody"), CHAT_RULES, limits)
@@ -167,15 +168,15 @@ def _paths(limits: LimitsConfig) -> Object:
             "get": _operation(
                 "listModels",
                 "The base models that the key may use, their variants, and the marketplace slugs.",
-                _responses(("ModelList",), (401, 500, 503)),
-                (with_checkpoints,),
+                _responses(("ModelList",), (400, 401, 429, 500, 503)),
+                (with_checkpoints, after),
             )
         },
         "/v1/models/{id}": {
             "get": _operation(
                 "retrieveModel",
                 "A base model, a variant, a checkpoint, or a marketplace slug.",
-                _responses(("ModelReply", "SlugReply"), (400, 401, 404, 422, 500, 503)),
+                _responses(("ModelReply", "SlugReply"), (400, 401, 404, 422, 429, 500, 503)),
                 (_parameter("path", "id", "Percent-encoded, including slashes."),),
             )
         },
@@ -183,7 +184,7 @@ def _paths(limits: LimitsConfig) -> Object:
             "get": _operation(
                 "listEndpoints",
                 "The endpoints of a marketplace slug, with their prices, their health and how fast they are.",
-                _responses(("EndpointList",), (401, 404, 500, 503)),
+                _responses(("EndpointList",), (401, 404, 429, 500, 503)),
                 (_parameter("path", "slug", "Percent-encoded, including slashes."),),
             )
         },
@@ -204,7 +205,7 @@ def _usage_parameters() -> list[Json]:
 def _generating(reply: str, bodies: tuple[str, ...], rules: str, limits: LimitsConfig) -> Object:
     responses = _responses((reply,), _GENERATING)
     for status in responses:
-        for name in ("x-ignored-fields", "x-endpoint"):
+        for name in ("x-ignored-fields", "x-endpoint", "x-checkpoint-digest"):
             _object(_object(responses, status), "headers")[name] = _header(name)
     whole = _object(responses, "200")
     content = _object(whole, "content")
@@ -279,6 +280,7 @@ def _headers() -> Object:
         "x-request-id": "The id of this request in the logs.",
         "x-ignored-fields": "The ignored fields of the body, separated by commas; absent if there are none.",
         "x-endpoint": "The endpoint that a marketplace slug's request was sent to; absent for models.",
+        "x-checkpoint-digest": "The content of the checkpoint that was sampled, as a digest; absent for base models.",
         "x-should-retry": "`false`: a retry cannot succeed.",
     }
     wait: Object = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}

@@ -37,7 +37,7 @@ KEY = "bench"
 
 
 class NoCheckpoints:
-    async def resolve_for(self, path: object, caller: str | None) -> object:
+    async def resolve_for(self, path: object, caller: str | None, who: str) -> object:
         raise LookupError(path)
 
 

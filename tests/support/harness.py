@@ -9,8 +9,8 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -19,16 +19,17 @@ import openai
 import uvicorn
 
 from engines.fake import FakeConfig, FakeEngine
-from engines.interface.errors import EngineError
-from engines.interface.protocol import Engine, GenerateRequest
+from engines.interface.errors import AdapterChanged, EngineError
+from engines.interface.protocol import Adapter, Engine, GenerateRequest
 from serve_app.api.record import RequestRecord
-from serve_app.base.errors import CheckpointNotFound
+from serve_app.base.errors import CheckpointNotFound, InvalidRequest
 from serve_app.base.model_id import CheckpointPath, parse_checkpoint_path
 from serve_app.catalog.catalog import Checkpoints, ResolvedCheckpoint
 from serve_app.catalog.loading import Load
 from serve_app.catalog.served_model import load_model
 from serve_app.checkpoints.checkpoint import is_open_to
-from serve_app.checkpoints.listing import ListedCheckpoint, Listing
+from serve_app.checkpoints.listing import ListedCheckpoint
+from serve_app.checkpoints.pages import Listing
 from serve_app.config.checking.refusal import Refusal
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.http.app import build_http_app
@@ -44,6 +45,7 @@ KEY = "rh-test-key"
 OTHER_KEY = "rh-other-key"
 CONTEXT = 4096
 KEEP_ALIVE_S = 0.15
+NEXT_PAGE = "the-rest"
 
 T = TypeVar("T")
 
@@ -63,12 +65,17 @@ class StoredCheckpoint:
 
 @dataclass
 class MemoryCheckpoints:
-    """Checkpoints by path; an exception in place of one is raised."""
+    """Checkpoints by path; an exception in place of one is raised. `kept`: the digests that requests use; `removed`:
+    those that are gone when a request begins to use them, once each.
+    """
 
     held: dict[str, StoredCheckpoint | Exception] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    asked_after: list[str | None] = field(default_factory=list)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def resolve_for(self, path: CheckpointPath, caller: str | None) -> ResolvedCheckpoint:
+    async def resolve_for(self, path: CheckpointPath, caller: str | None, who: str) -> ResolvedCheckpoint:
         denied = CheckpointNotFound(f"The model {str(path)!r} does not exist, or this key may not use it.")
         found = self.held.get(str(path), denied)
         if isinstance(found, Exception):
@@ -77,13 +84,27 @@ class MemoryCheckpoints:
             raise denied
         return found
 
-    async def list(self, owner: str | None) -> Listing:
+    @asynccontextmanager
+    async def keep(self, adapter: Adapter) -> AsyncIterator[None]:
+        if adapter.digest in self.removed:
+            self.removed.remove(adapter.digest)
+            raise AdapterChanged("removed from the cache")
+        self.kept.append(adapter.digest)
+        try:
+            yield
+        finally:
+            self.kept.remove(adapter.digest)
+
+    async def list(self, owner: str | None, after: str | None = None) -> Listing:
+        self.asked_after.append(after)
+        if after not in (None, NEXT_PAGE):
+            raise InvalidRequest(f"after must be the 'next' of an earlier page, got {after!r}.", "after")
         mine = tuple(
             ListedCheckpoint(parse_checkpoint_path(path), 1_750_000_000.5, found.base_model, found.problem)
             for path, found in self.held.items()
             if isinstance(found, StoredCheckpoint) and is_open_to(found.owner, public=found.public, caller=owner)
         )
-        return Listing(mine, len(mine) < 3)
+        return Listing(mine, len(mine) < 3, NEXT_PAGE if after is None and len(mine) > 3 else None)
 
     def close(self) -> None:
         self.closed.set()
@@ -218,6 +239,7 @@ class RunningEdge:
         self.script.makes_something_up()
         self.script.requests.clear()
         self.checkpoints.held.clear()
+        self.checkpoints.asked_after.clear()
         self.recorder.ended.clear()
         yield self
         self.engine.resume()

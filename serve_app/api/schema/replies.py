@@ -118,11 +118,14 @@ class SlugReply(_ModelHead):
 
 
 class ModelList(TypedDict):
-    """`has_more`: there are too many checkpoints to list them all."""
+    """`has_more`: there is another page, or not all checkpoints could be listed. `next`: the parameter `after` of the
+    next page, null on the last one.
+    """
 
     object: Literal["list"]
     data: list[ModelReply | SlugReply | CheckpointReply]
     has_more: bool
+    next: str | None
 
 
 class PriceReply(TypedDict):

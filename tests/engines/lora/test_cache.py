@@ -1,5 +1,6 @@
 """The adapter cache with a loader that waits until it is told to go on, and a clock that is set by hand."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from threading import Event, Semaphore
@@ -114,6 +115,23 @@ def bench() -> Iterator[Bench]:
     for event in bench.files.held.values():
         event.set()
     bench.cache.close()
+
+
+def test_each_load_is_one_line_of_the_log_with_who_what_whence_how_long_and_how_it_ended(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="engines.lora.cache")
+    for tenant in ("alice", "robin"):
+        bench.cache.want(A, tenant)
+    assert not bench.poll()
+    bench.files.errors["/b"] = AdapterRefused("no such tensor")
+    bench.cache.want(B, "robin")
+    assert bench.poll()
+    lines = [re.sub(r"seconds=[0-9.]+", "seconds=N", record.getMessage()) for record in caplog.records]
+    assert lines == [
+        "adapter_load key=alice digest=a from=/a seconds=N result=loaded",
+        "adapter_load key=robin digest=b from=/b seconds=N result=no such tensor",
+    ]
 
 
 def test_an_adapter_is_loaded_once_whoever_and_how_many_want_it(bench: Bench) -> None:

@@ -14,7 +14,17 @@ import pytest
 from engines.fake import FakeConfig
 from engines.interface.errors import AdapterUnavailable, EngineStopped, QueueFull, RequestRefused
 from serve_app.api.record import Outcome
-from tests.support.harness import BASE, CONTEXT, KEY, OTHER_KEY, RunningEdge, config_for, running_edge
+from tests.support.harness import (
+    BASE,
+    CHAT,
+    CONTEXT,
+    KEY,
+    OTHER_KEY,
+    RunningEdge,
+    StoredCheckpoint,
+    config_for,
+    running_edge,
+)
 from tests.support.waiting import eventually
 from tests.support.wire import error, post_head
 
@@ -56,6 +66,20 @@ def test_a_key_at_its_limit_may_still_list_models(edge, limited):
     assert [edge.complete(max_tokens=1).status_code for _ in range(2)] == [200, 429]
     with edge.http() as client:
         assert client.get("/models").status_code == 200
+
+
+CHECKPOINT = "tinker://r/sampler_weights/n"
+
+
+@pytest.mark.parametrize("path", ["/models?checkpoints=1", f"/models/{CHECKPOINT}", f"/models/{CHAT};{CHECKPOINT}"])
+def test_looking_for_checkpoints_counts_as_a_request(edge, limited, path):
+    edge.checkpoints.held[CHECKPOINT] = StoredCheckpoint("1")
+    limited(requests_per_minute=2)
+    with edge.http() as client:
+        answers = [client.get(path) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[2].headers["retry-after"]
+    assert edge.complete(max_tokens=1).status_code == 429
 
 
 def test_both_prefixes_and_endpoints_share_the_limit_of_a_key(edge, limited):

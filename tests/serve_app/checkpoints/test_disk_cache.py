@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import threading
 import time
+from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def _kept(cache: DiskCache, *fills: int) -> list[bool]:
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
-    cache = DiskCache(str(tmp_path), 3 * SIZE, in_use_s=0.5)
+    cache = DiskCache(str(tmp_path), 3 * SIZE)
     for fill in (1, 2, 3):
         _age(_put(cache, fill), 100 - fill)
     assert cache.use(digest(files(1)))
@@ -39,16 +40,97 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
     assert cache.evictions == 1
 
 
-def test_what_was_handed_out_lately_stays_and_there_is_no_room(tmp_path: Path) -> None:
+def test_what_is_young_and_not_in_use_makes_room(tmp_path: Path) -> None:
     cache = DiskCache(str(tmp_path), 2 * SIZE)
-    _age(_put(cache, 1), 800)
-    _put(cache, 2)
-    with pytest.raises(CacheFull):
-        _put(cache, 3)
-    assert _kept(cache, 1, 2) == [True, True]
-    _age(str(tmp_path / "content" / digest(files(1))), 1000)
+    for fill in (1, 2):
+        _age(_put(cache, fill), 10 - fill)
     _put(cache, 3)
     assert _kept(cache, 1, 2, 3) == [False, True, True]
+
+
+def test_what_is_in_use_stays_however_old_it_is(tmp_path: Path) -> None:
+    cache = DiskCache(str(tmp_path), 2 * SIZE)
+    first, second = _put(cache, 1), _put(cache, 2)
+    for _ in range(2):
+        assert cache.pin(digest(files(1)))
+    _age(first, 9000)
+    _age(second, 100)
+    _put(cache, 3)
+    assert _kept(cache, 1, 2, 3) == [True, False, True]
+    assert cache.pin(digest(files(3)))
+    cache.unpin(digest(files(1)))
+    with pytest.raises(CacheFull):
+        _put(cache, 4)
+    cache.unpin(digest(files(1)))
+    _put(cache, 4)
+    assert _kept(cache, 1, 3, 4) == [False, True, True]
+
+
+def test_what_is_not_there_cannot_be_pinned(tmp_path: Path) -> None:
+    cache = DiskCache(str(tmp_path / "cache"), SIZE)
+    assert not cache.pin(digest(files(1)))
+    assert not (tmp_path / "cache").exists()
+    (Path(_put(cache, 1)) / WEIGHTS_FILE).write_bytes(b"")
+    assert not DiskCache(str(tmp_path / "cache"), SIZE).pin(digest(files(1)))
+
+
+def _pin_until_killed(directory: str, pinned: EventType) -> None:
+    assert DiskCache(directory, 2 * SIZE).pin(digest(files(1)))
+    pinned.set()
+    threading.Event().wait()
+
+
+def test_what_another_process_uses_stays_until_that_process_ends(tmp_path: Path) -> None:
+    cache = DiskCache(str(tmp_path), 2 * SIZE)
+    _age(_put(cache, 1), 9000)
+    context = multiprocessing.get_context("spawn")
+    pinned = context.Event()
+    process = context.Process(target=_pin_until_killed, args=(str(tmp_path), pinned))
+    process.start()
+    try:
+        assert pinned.wait(30)
+        for fill in (2, 3):
+            _put(cache, fill)
+        assert _kept(cache, 1, 2, 3) == [True, False, True]
+    finally:
+        process.kill()
+        process.join()
+    _age(str(tmp_path / "content" / digest(files(1))), 9000)
+    _put(cache, 4)
+    assert _kept(cache, 1, 3, 4) == [False, True, True]
+
+
+def test_an_entry_that_others_publish_again_is_never_gone_for_its_readers(tmp_path: Path) -> None:
+    entry = Path(_put(DiskCache(str(tmp_path), 9 * SIZE), 1))
+    stop, missed, opened = threading.Event(), list[str](), [0]
+
+    def read() -> None:
+        while not stop.is_set():
+            opened[0] += 1
+            try:
+                assert (entry / WEIGHTS_FILE).read_bytes() == files(1)[WEIGHTS_FILE]
+            except FileNotFoundError as exc:
+                missed.append(str(exc))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(20):  # each as a process that has not seen the entry yet
+            assert _put(DiskCache(str(tmp_path), 9 * SIZE), 1) == str(entry)
+    finally:
+        stop.set()
+        reader.join()
+    assert opened[0] > 20
+    assert missed == []
+
+
+def test_a_damaged_entry_is_replaced_when_its_content_comes_again(tmp_path: Path) -> None:
+    entry = Path(_put(DiskCache(str(tmp_path), 9 * SIZE), 1))
+    (entry / WEIGHTS_FILE).write_bytes(files(2)[WEIGHTS_FILE])
+    cache = DiskCache(str(tmp_path), 9 * SIZE)
+    assert _put(cache, 1) == str(entry)
+    assert (entry / WEIGHTS_FILE).read_bytes() == files(1)[WEIGHTS_FILE]
+    assert _kept(cache, 1) == [True]
 
 
 def test_using_an_entry_counts_from_now(tmp_path: Path) -> None:
@@ -107,20 +189,8 @@ def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
     assert DiskCache(str(tmp_path), SIZE).use(digest(files(1))) == entry
 
 
-def test_notes_outlive_a_restart_and_are_bounded(tmp_path: Path) -> None:
-    cache = DiskCache(str(tmp_path), SIZE)
-    assert cache.noted("a") is None
-    cache.note("a", "é")
-    assert DiskCache(str(tmp_path), SIZE).noted("a") == "é"
-    for i in range(5000):
-        (tmp_path / "names" / f"{i}.json").touch()
-    cache.note("b", "c")
-    assert len(os.listdir(tmp_path / "names")) <= 4097
-    assert cache.noted("b") == "c"
-
-
 def _fill(directory: str, first: int) -> None:
-    cache = DiskCache(directory, 6 * SIZE, in_use_s=0.0)
+    cache = DiskCache(directory, 6 * SIZE)
     for turn in range(40):
         fill = first + turn % 5
         _put(cache, fill)

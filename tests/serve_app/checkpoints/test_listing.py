@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import ClassVar
 
 import fsspec
+import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
+from serve_app.base.errors import InvalidRequest
 from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints import CheckpointStore, Listing
-from serve_app.checkpoints.listing import ListedCheckpoint, Search, merge, search_folder
+from serve_app.checkpoints.listing import ListedCheckpoint, Search, search_folder
+from serve_app.checkpoints.pages import Merged, position_of
 from tests.support.files.checkpoint_files import (
+    BASE,
     PATH,
     config,
     digest,
@@ -115,21 +121,115 @@ def test_an_earlier_root_hides_what_a_later_one_has(tmp_path: Path) -> None:
     assert _list(tmp_path / "1", tmp_path / "2", cache=tmp_path / "c").paths == ()
 
 
-def test_of_many_roots_no_more_is_listed_than_of_one() -> None:
-    searches = [Search(None) for _ in "abc"]
+def test_a_page_of_many_roots_is_no_longer_than_of_one() -> None:
+    searches = tuple(Search() for _ in "abc")
     for search, run_name in zip(searches, "abc", strict=True):
         paths = [(i, _path(str(i), run_name)) for i in range(600)]
         search.found = {path: ListedCheckpoint(path, changed_at=float(i)) for i, path in paths}
-    listing = merge(searches)
+    merged = Merged.of(searches)
+    listing = merged.page(None)
     assert len(listing.paths) == 1000
-    assert not listing.is_complete
+    assert listing.next is not None
     assert listing.paths[:4] == (_path("599", "a"), _path("599", "b"), _path("599", "c"), _path("598", "a"))
-    assert _seen(merge(searches[:1])) == (tuple(_path(str(i), "a") for i in reversed(range(600))), True)
+    rest = merged.page(None, position_of(listing.next))
+    assert len(set(listing.paths + rest.paths)) == 1800
+    assert (len(rest.paths), rest.next, rest.is_complete) == (800, None, True)
+    assert _seen(Merged.of(searches[:1]).page(None)) == (tuple(_path(str(i), "a") for i in reversed(range(600))), True)
+
+
+@given(
+    stamps=st.lists(st.floats(0, 1e10), min_size=1, max_size=4),
+    owners=st.lists(st.sampled_from([None, "alice", "robin"]), min_size=1, max_size=3),
+    number=st.integers(0, 3500),
+)
+@settings(max_examples=30, deadline=None)
+def test_pages_hold_all_that_a_caller_may_use_once_and_newest_first(
+    stamps: list[float], owners: list[str | None], number: int
+) -> None:
+    search = Search()
+    for i in range(number):
+        owner = owners[i % len(owners)]
+        path = _path(str(i))
+        search.found[path] = ListedCheckpoint(path, changed_at=stamps[i % len(stamps)], owner=owner)
+    merged, seen, after = Merged.of((search,)), list[ListedCheckpoint](), None
+    for _ in range(5):
+        page = merged.page("alice", after)
+        seen += page.checkpoints
+        if page.next is None:
+            break
+        assert len(page.checkpoints) == 1000
+        after = position_of(page.next)
+    assert {one.path for one in seen} == {one.path for one in search.found.values() if one.owner != "robin"}
+    assert len(seen) == len({one.path for one in seen})
+    assert [one.changed_at for one in seen] == sorted((one.changed_at for one in seen), reverse=True)
+
+
+@pytest.mark.parametrize("after", ["", "x", "é", "bnVsbA==", "W10=", "WzEsMiwzXQ==", "WyJ4IiwieSJd", "W" * 10_000])
+def test_what_is_no_page_s_next_is_refused(tmp_path: Path, after: str) -> None:
+    with opened_store(tmp_path, cache=tmp_path / "c") as store:
+        with pytest.raises(InvalidRequest, match="after must be the 'next' of an earlier page, got '") as refusal:
+            run(lambda: store.list(None, after))
+        assert refusal.value.param == "after"
+
+
+def test_a_listing_is_made_once_for_all_who_ask_within_seconds(tmp_path: Path) -> None:
+    write(tmp_path / "root", files(metadata={"owner": "alice"}), _path("1"))
+    now = [0.0]
+
+    async def by_many(store: CheckpointStore) -> list[Listing]:
+        return await asyncio.gather(*(store.list(owner) for owner in ("alice", "robin", None) * 9))
+
+    with opened_store(tmp_path / "root", cache=tmp_path / "c", elapsed=lambda: now[0]) as store:
+        listings = run(lambda: by_many(store))
+        assert [listing.paths for listing in listings] == [(_path("1"),), (), ()] * 9
+        write(tmp_path / "root", files(), _path("2"))
+        assert run(lambda: store.list(None)).paths == ()
+        now[0] = 3.1
+        assert run(lambda: store.list(None)).paths == (_path("2"),)
+
+
+def test_tar_files_of_a_remote_root_are_listed_by_what_they_say_and_not_downloaded(tmp_path: Path) -> None:
+    read = list[int]()
+
+    class Counting(MemoryFileSystem):
+        protocol = "counting"
+        store: ClassVar[dict[str, object]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+
+        def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: object) -> bytes:
+            content = super().cat_file(path, start, end, **more)
+            read.append(len(content))
+            return content
+
+    fsspec.register_implementation("counting", Counting, clobber=True)
+    large = files() | {WEIGHTS_FILE: weights(1, 20 << 20)}
+    about = {"checkpoint.json": json.dumps({"owner": "alice", "base_model": "told/Here"}).encode()}
+    tars = {
+        "last": tar_bytes(large | about),
+        "first": tar_bytes(about | large),
+        "open": tar_bytes(files()),
+        "cut": tar_bytes(large | about)[: 10 << 20],
+        "noise": b"\x01" * 4096,
+        "folder": tar_bytes(files(metadata={"owner": "robin"})),
+    }
+    for name, content in tars.items():
+        fsspec.filesystem("counting").pipe_file(f"counting://root/r/sampler_weights/{name}.tar", content)
+    for file, content in files(metadata={"owner": "alice"}).items():
+        fsspec.filesystem("counting").pipe_file(f"counting://root/r/sampler_weights/folder/{file}", content)
+    with opened_store("counting://root", cache=tmp_path / "c") as store:
+        of_alice = run(lambda: store.list("alice"))
+        assert {one.path.name: one.base_model for one in of_alice.checkpoints} == {
+            "last": "told/Here",
+            "first": "told/Here",
+            "open": BASE,
+            "folder": BASE,
+        }
+        assert all(one.changed_at > 0 for one in of_alice.checkpoints)
+        assert {path.name for path in run(lambda: store.list("robin")).paths} == {"open"}
+    assert sum(read) < 1 << 20
 
 
 def test_a_remote_root_is_listed_too(tmp_path: Path) -> None:
-    import fsspec
-
     memory = fsspec.filesystem("memory")
     for name, metadata in (("1", {"owner": "alice"}), ("2", None)):
         for file, content in files(metadata=metadata).items():
@@ -144,15 +244,15 @@ def test_a_remote_root_is_listed_too(tmp_path: Path) -> None:
 def test_a_search_ends_at_its_bounds(tmp_path: Path) -> None:
     for i in range(30):
         write(tmp_path, files(), _path(str(i)))
-    few = Search(None, max_found=7)
+    few = Search(max_found=7)
     search_folder(str(tmp_path), few)
     assert len(few.found) == 7
     assert few.is_cut
-    short = Search(None, max_entries=11)
+    short = Search(max_entries=11)
     search_folder(str(tmp_path), short)
     assert len(short.found) <= 11
     assert short.is_cut
-    late = Search(None, seconds=-1.0)
+    late = Search(seconds=-1.0)
     search_folder(str(tmp_path), late)
     assert late.is_cut
     assert not late.found
@@ -206,9 +306,9 @@ def test_what_is_broken_is_listed_with_what_is_wrong_and_when_it_changed(tmp_pat
 
 def test_a_listing_that_has_no_time_to_look_into_files_lists_them_all_the_same(tmp_path: Path) -> None:
     _write_broken(tmp_path)
-    search = Search(None, seconds=60.0, _started=time.monotonic() - 20.0)
+    search = Search(seconds=60.0, _started=time.monotonic() - 20.0)
     search_folder(str(tmp_path), search)
-    assert {path.name for path in search.found} == {"cut", "noise", "half", "tar", "well"}
+    assert {path.name for path in search.found} == {"cut", "noise", "half", "tar", "well", "hers"}
     assert search.found[_path("cut")].problem is None
 
 

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from engines.interface.errors import AdapterChanged
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
 from serve_app.base.errors import (
     CheckpointIncomplete,
@@ -26,6 +27,7 @@ from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints import Checkpoint, CheckpointStore
 from tests.support.files.checkpoint_files import (
     PATH,
+    SIZE,
     assert_never_raised_twice,
     config,
     digest,
@@ -100,12 +102,11 @@ def test_the_store_is_asked_at_most_every_so_often(bucket: Bucket, tmp_path: Pat
         assert run(lambda: store.resolve(PATH)).digest == digest(files(1))
 
 
-def test_what_is_missing_is_asked_for_every_time(bucket: Bucket, tmp_path: Path) -> None:
-    with opened_store(bucket.url, cache=tmp_path, recheck_s=1000.0) as store:
-        with pytest.raises(CheckpointNotFound):
-            run(lambda: store.resolve(PATH))
-        bucket.put(files())
-        assert run(lambda: store.resolve(PATH)).digest == digest(files())
+def test_what_is_missing_is_found_when_the_store_is_asked_again(bucket: Bucket, store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointNotFound):
+        run(lambda: store.resolve(PATH))
+    bucket.put(files())
+    assert run(lambda: store.resolve(PATH)).digest == digest(files())
 
 
 def test_a_restart_fetches_nothing_again(bucket: Bucket, tmp_path: Path) -> None:
@@ -116,17 +117,6 @@ def test_a_restart_fetches_nothing_again(bucket: Bucket, tmp_path: Path) -> None
             found.append(run(lambda: store.resolve(PATH)))
     assert found[0] == found[1]
     assert store.counters.fetches == 0
-
-
-@pytest.mark.parametrize("note", ["", "{", "[]", '{"listing": 1}', '{"content": {}}', "null"])
-def test_a_note_that_a_crash_cut_short_is_left_out(bucket: Bucket, tmp_path: Path, note: str) -> None:
-    bucket.put(files())
-    with opened_store(bucket.url, cache=tmp_path) as store:
-        run(lambda: store.resolve(PATH))
-    (only,) = (tmp_path / "names").iterdir()
-    only.write_text(note)
-    with opened_store(bucket.url, cache=tmp_path) as store:
-        assert run(lambda: store.resolve(PATH)).digest == digest(files())
 
 
 def test_what_was_dropped_from_the_cache_is_fetched_again(
@@ -213,6 +203,59 @@ def test_a_cache_without_room_is_unavailable(bucket: Bucket, tmp_path: Path) -> 
     bucket.put(files())
     with opened_store(bucket.url, cache=tmp_path, cache_bytes=100) as store, pytest.raises(CheckpointUnavailable):
         run(lambda: store.resolve(PATH))
+
+
+def _paths() -> list[CheckpointPath]:
+    return [CheckpointPath("r", str(fill)) for fill in range(1, 4)]
+
+
+def _put_three(bucket: Bucket) -> None:
+    for fill, path in enumerate(_paths(), start=1):
+        bucket.put(files(fill), path)
+
+
+def test_a_cache_that_is_full_of_what_nobody_uses_takes_more_at_once(bucket: Bucket, tmp_path: Path) -> None:
+    _put_three(bucket)
+    with opened_store(bucket.url, cache=tmp_path, cache_bytes=2 * SIZE) as store:
+        for _ in range(2):
+            for fill, path in enumerate(_paths(), start=1):
+                assert run(lambda path=path: store.resolve(path)).digest == digest(files(fill))
+        assert store.counters.evictions >= 3
+
+
+def test_what_a_request_uses_stays_until_it_ends(bucket: Bucket, tmp_path: Path) -> None:
+    _put_three(bucket)
+    first, second, third = _paths()
+
+    async def use(store: CheckpointStore) -> None:
+        used = await store.resolve(first)
+        async with store.keep(used.adapter):
+            for path in (second, third, second, third):
+                await store.resolve(path)
+                assert (Path(used.directory) / WEIGHTS_FILE).exists()
+            async with store.keep((await store.resolve(third)).adapter):
+                with pytest.raises(CheckpointUnavailable, match="the checkpoint cache is full"):
+                    await store.resolve(second)
+        await store.resolve(second)
+        with pytest.raises(AdapterChanged):
+            async with store.keep(used.adapter):
+                raise AssertionError("it is gone")
+
+    with opened_store(bucket.url, cache=tmp_path, cache_bytes=2 * SIZE) as store:
+        run(lambda: use(store))
+    assert len(os.listdir(tmp_path / "pins")) <= 2
+
+
+def test_what_lies_in_a_folder_of_its_owner_needs_no_place_in_the_cache(root: Path, tmp_path: Path) -> None:
+    write(root, files())
+
+    async def use(store: CheckpointStore) -> None:
+        async with store.keep((await store.resolve(PATH)).adapter):
+            pass
+
+    with opened_store(root, cache=tmp_path / "c") as store:
+        run(lambda: use(store))
+    assert not (tmp_path / "c").exists()
 
 
 class Failing(MemoryFileSystem):

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from serve_app.base.errors import (
 )
 from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints import Checkpoint, CheckpointStore
+from serve_app.checkpoints.notes import FILE
 from tests.support.files.checkpoint_files import (
     PATH,
     assert_never_raised_twice,
@@ -109,7 +112,11 @@ def test_what_is_remembered_is_bounded_by_its_templates(root: Path) -> None:
     for path in paths:
         write(root, {**files(), "chat_template.jinja": b"x" * (1 << 17)}, path)
     with opened_store(root, cache=root / "c", clock=later()) as store:
-        for path in (*paths, paths[-1], paths[0]):
+        for path in paths:
+            assert run(lambda path=path: store.resolve(path)).digest == digest(files())
+        with closing(sqlite3.connect(root / "c" / FILE)) as notes, notes:
+            notes.execute("DELETE FROM notes")
+        for path in (paths[-1], paths[0]):
             assert run(lambda path=path: store.resolve(path)).digest == digest(files())
         assert store.counters.reads == 301  # 256 templates of 128 KiB are kept: the last is there, the first is not
 

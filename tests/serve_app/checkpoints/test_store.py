@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import pickle
+import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,6 +38,8 @@ from tests.support.files.checkpoint_files import (
     write,
     write_tar,
 )
+
+_NOT_FOUND = f"The model {str(PATH)!r} does not exist, or this key may not use it."
 
 
 def test_a_checkpoint_is_its_content_and_where_it_lies(root: Path) -> None:
@@ -72,7 +76,7 @@ def test_what_is_missing_or_expired_is_denied_in_the_words_for_what_is_not_the_c
     write(root, files(metadata={"expires_at": (datetime.now(UTC) - timedelta(seconds=1)).timestamp()}))
     with pytest.raises(CheckpointNotFound) as expired:
         resolve(root)
-    of_another = ModelNotFound(f"The model {str(PATH)!r} does not exist, or this key may not use it.", "model")
+    of_another = ModelNotFound(_NOT_FOUND, "model")
     assert to_http(missing.value) == to_http(expired.value) == to_http(of_another)
 
 
@@ -100,6 +104,70 @@ def test_what_is_private_is_not_found_by_others_whatever_is_wrong_with_it(root: 
             with pytest.raises((CheckpointRefused, CheckpointIncomplete)) as own:
                 run(lambda: store.resolve_for(PATH, "alice"))
             assert to_http(pickle.loads(pickle.dumps(own.value))) == to_http(own.value)
+
+
+UNREADABLE = {
+    "cut": b'{"owner": "ali',
+    "not JSON": b"alice",
+    "not an object": b'["alice"]',
+    "a field": b'{"owner": "alice", "expires_at": "secret-project"}',
+    "the owner": b'{"owner": {"secret-project": "alice"}}',
+    "too long": b" " * (1 << 20) + b"{}",
+}
+
+
+@pytest.mark.parametrize("place", ["folder", "tar", "memory"])
+@pytest.mark.parametrize("is_young", [True, False])
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_says_whose_it_is_in_words_that_cannot_be_read_is_not_found_and_the_log_says_why(
+    root: Path, case: str, is_young: bool, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents = {"checkpoint.json": UNREADABLE[case], **files()}
+    where = str(root) if place != "memory" else f"memory://{uuid.uuid4().hex}"
+    if place == "folder":
+        write(root, contents)
+    elif place == "tar":
+        write_tar(root, tar_bytes(contents))
+    else:
+        for name, content in contents.items():
+            key = f"{where}/{PATH.run}/sampler_weights/{PATH.name}/{name}"
+            fsspec.filesystem("memory").pipe_file(key, content)
+    with opened_store(where, cache=root.parent / "c", clock=later(0 if is_young else 60)) as store:
+        for caller in (None, "robin", "alice"):
+            with pytest.raises(CheckpointNotFound) as hidden:
+                run(lambda caller=caller: store.resolve_for(PATH, caller))
+            assert to_http(hidden.value) == to_http(CheckpointNotFound(_NOT_FOUND))
+        assert store.counters.unreadable == 3
+        with pytest.raises((CheckpointIncomplete, CheckpointRefused), match=r"checkpoint\.json"):
+            run(lambda: store.resolve(PATH))  # as `checkpoints check` does
+    reasons = [record.getMessage() for record in caplog.records if "nobody may use it" in record.message]
+    assert len(reasons) == 1
+    assert "checkpoint.json" in reasons[0]
+
+
+DAMAGED = {
+    "a climbing member": (tar_bytes({"../x": b""}), CheckpointRefused),
+    "noise": (b"\x01" * 2048, CheckpointRefused),
+    "cut": (b"", CheckpointIncomplete),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_tar_is_shown_to_its_owner_only(root: Path, case: str) -> None:
+    rest, error = DAMAGED[case]
+    members = tar_bytes(files(metadata={"owner": "alice"})).rstrip(b"\0")
+    write_tar(root, members + bytes(-len(members) % 512) + rest)
+    with opened_store(root, cache=root.parent / "c", clock=later()) as store:
+        with pytest.raises(CheckpointNotFound):
+            run(lambda: store.resolve_for(PATH, "robin"))
+        with pytest.raises(error):
+            run(lambda: store.resolve_for(PATH, "alice"))
+
+
+def test_a_damaged_tar_that_does_not_say_whose_it_is_is_shown_to_nobody(root: Path) -> None:
+    write_tar(root, b"\x01" * 4096)
+    with opened_store(root, cache=root.parent / "c", clock=later()) as store, pytest.raises(CheckpointNotFound):
+        run(lambda: store.resolve_for(PATH, None))
 
 
 @pytest.mark.parametrize("metadata", [None, {"owner": "alice", "public": True}, {"public": False}])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engines.lora.format.digest import CONFIG_FILE, WEIGHTS_FILE
 from serve_app.base.errors import CheckpointIncomplete, CheckpointNotFound, CheckpointRefused, CheckpointUnavailable
-from serve_app.checkpoints.tar import TarRefused, TarTruncated, TarWrong, known_files
+from serve_app.checkpoints.tar import Archive, TarRefused, TarTruncated, TarWrong, known_files
 from tests.support.files.checkpoint_files import (
     PATH,
     config,
@@ -241,7 +241,7 @@ def test_changed_bytes_give_members_inside_the_archive_or_a_refusal(
     (tmp_path / "t").write_bytes(content)
     descriptor = os.open(tmp_path / "t", os.O_RDONLY)
     try:
-        for member in known_files(descriptor).values():
+        for member in known_files(Archive.of(descriptor)).values():
             assert 0 < member.offset <= member.offset + member.size <= len(content)
     except (TarRefused, TarWrong, TarTruncated):
         pass

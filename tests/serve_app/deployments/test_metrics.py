@@ -1,7 +1,6 @@
 """What is counted, under which labels, and that each metric is moved by what it tells of."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from engines.fake import FakeConfig, FakeEngine
 from engines.interface.config import EngineConfig
 from engines.interface.protocol import EngineCounters, EngineStats, GenerateRequest, Output
+from engines.lora.format.digest import CONFIG_FILE, PICKLE_FILE
 from serve_app.api.record import RequestRecord
 from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints import CheckpointStore, StoreCounters
@@ -319,13 +319,13 @@ def test_gauges_are_set_again_though_nothing_happens_because_ray_forgets_those_t
 
 
 def use_checkpoints(edge: RunningEdge, cache: Path) -> None:
-    """One of a folder, and two of a remote root, for which the cache has room one at a time."""
+    """One of a folder, and two of a remote root, for which the cache has room one at a time; two that are broken."""
     assert edge.complete(model="tinker://local/sampler_weights/1", max_tokens=2).status_code == 200
     assert edge.complete(model="tinker://remote/sampler_weights/2", max_tokens=2).status_code == 200
-    (kept,) = (cache / "content").iterdir()
-    os.utime(kept, (0, 0))
     assert edge.complete(model="tinker://remote/sampler_weights/3", max_tokens=2).status_code == 200
     assert [entry.name for entry in (cache / "content").iterdir()] == [checkpoint_files.digest(files(3))]
+    assert edge.complete(model="tinker://local/sampler_weights/refused").status_code == 422
+    assert edge.complete(model="tinker://local/sampler_weights/unreadable").status_code == 404
 
 
 def use_slug(edge: RunningEdge) -> None:
@@ -346,6 +346,9 @@ def test_every_metric_of_the_ingress_is_moved_by_requests_over_http(
     recorder = Exporting()
     about = {"base_model": CHAT}
     write(tmp_path / "root", files(1, about), CheckpointPath("local", "1"))
+    pickled = {CONFIG_FILE: b"{}", PICKLE_FILE: b""}
+    write(tmp_path / "root", pickled, CheckpointPath("local", "refused"))
+    write(tmp_path / "root", files(1, about | {"owner": 7}), CheckpointPath("local", "unreadable"))
     for fill in (2, 3):
         write(tmp_path / "remote", files(fill, about), CheckpointPath("remote", str(fill)))
 
@@ -380,4 +383,4 @@ def test_every_metric_of_the_ingress_is_moved_by_requests_over_http(
     assert readable.last("roundhouse_completion_tokens", **of_base) == 8
     assert readable.last("roundhouse_replies_unparsed", model=CHAT) == 1
     assert readable.last("roundhouse_requests_running") == 0
-    assert [readable.last(f"roundhouse_checkpoint_{name}") for name in STORE_COUNTERS] == [1, 2, 1]
+    assert [readable.last(f"roundhouse_checkpoint_{name}") for name in STORE_COUNTERS] == [3, 2, 1, 1, 1]

@@ -12,6 +12,7 @@ import pytest
 
 from engines.fake import FakeConfig
 from serve_app.base.errors import CheckpointUnavailable, ConfigRefused
+from serve_app.catalog.catalog import CheckpointPage
 from serve_app.config.service import CheckpointsConfig
 from serve_app.http.service import Service
 from serve_app.replicas.in_process import LocalReplicas
@@ -212,7 +213,7 @@ def test_without_a_store_a_checkpoint_may_be_there_later(model_folders: dict[str
         caller = service.settings.keyring.authenticate(f"Bearer {KEY}", NOW)
         with pytest.raises(CheckpointUnavailable):
             await service.settings.catalog.resolve(PATH, caller)
-        assert await service.settings.catalog.checkpoints_of(caller) == ([], False)
+        assert await service.settings.catalog.checkpoints_of(caller, None) == CheckpointPage([], has_more=True)
         await service.close()
 
     asyncio.run(ask())

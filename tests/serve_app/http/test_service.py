@@ -105,6 +105,24 @@ def test_a_request_that_looks_again_does_so_by_the_configuration_of_now(edge: Ru
     assert [request.adapter for request in edge.script.requests] == [Adapter(d, "/nowhere") for d in ("d1", "d2")]
 
 
+def test_a_checkpoint_s_files_are_kept_while_a_request_runs_and_looked_for_again_when_they_are_gone(
+    edge: RunningEdge,
+) -> None:
+    path, kept = "tinker://r/sampler_weights/n", list[list[str]]()
+    edge.checkpoints.held[path] = StoredCheckpoint("d1")
+    edge.checkpoints.removed.append("d1")
+
+    def reply(request: GenerateRequest) -> None:
+        kept.append(list(edge.checkpoints.kept))
+
+    edge.script.reply = reply
+    for stream in (False, True):
+        assert edge.chat(model=path, max_tokens=1, stream=stream).status_code == 200
+    assert kept == [["d1"], ["d1"]]
+    assert edge.chat(model=CHAT, max_tokens=1).status_code == 200
+    assert kept[-1] == edge.checkpoints.kept == []
+
+
 def test_a_request_under_way_finishes_with_the_configuration_it_began_with(edge: RunningEdge) -> None:
     edge.script.says_and_hangs("ab", edge.engine)
     with edge.sdk().completions.create(model=BASE, prompt="x", stream=True) as stream:

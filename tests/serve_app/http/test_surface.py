@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.support.harness import BASE, CHAT, KEY, OTHER_KEY, RunningEdge, StoredCheckpoint
+from engines.interface.errors import AdapterRefused
+from tests.support.harness import BASE, CHAT, KEY, NEXT_PAGE, OTHER_KEY, RunningEdge, StoredCheckpoint
 from tests.support.wire import error, exchange, post_head, read_response
 
 pytest_plugins = ("tests.support.edge_fixtures",)
@@ -318,6 +319,40 @@ def test_a_listing_that_is_cut_says_so(edge: RunningEdge) -> None:
         edge.checkpoints.held[f"tinker://r/sampler_weights/{index}"] = StoredCheckpoint(str(index))
     with edge.http() as client:
         assert client.get("/models?checkpoints=true").json()["has_more"] is True
+
+
+def test_checkpoints_come_in_pages_and_the_first_begins_with_the_models(edge: RunningEdge) -> None:
+    for index in range(4):
+        edge.checkpoints.held[f"tinker://r/sampler_weights/{index}"] = StoredCheckpoint(str(index))
+    with edge.http() as client:
+        first = client.get("/models", params={"checkpoints": "1"}).json()
+        second = client.get("/models", params={"checkpoints": "1", "after": first["next"]}).json()
+        models = client.get("/models?after=anything").json()
+    assert edge.checkpoints.asked_after == [None, NEXT_PAGE]
+    assert (first["next"], second["next"], models["next"]) == (NEXT_PAGE, None, None)
+    assert first["data"] == [*models["data"], *second["data"]]
+    assert all(item["id"].startswith("tinker://") for item in second["data"])
+
+
+def test_what_is_no_next_page_is_refused(edge: RunningEdge) -> None:
+    with edge.http() as client:
+        response = client.get("/models?checkpoints=1&after=x")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "after")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_names_the_content_of_the_checkpoint_that_it_is_of(edge: RunningEdge, stream: bool) -> None:
+    path = "tinker://r/sampler_weights/n"
+    for content in ("d1", "d2"):
+        edge.checkpoints.held[path] = StoredCheckpoint(content)
+        for ask in (edge.chat, edge.complete):
+            response = ask(model=path, stream=stream, max_tokens=1)
+            assert response.headers["x-checkpoint-digest"] == content
+    assert "x-checkpoint-digest" not in edge.chat(stream=stream, max_tokens=1).headers
+    edge.script.says(AdapterRefused("no such tensor"))
+    refused = edge.chat(model=path, stream=stream)
+    assert (refused.status_code, refused.headers["x-checkpoint-digest"]) == (422, "d2")
+    assert "x-checkpoint-digest" not in edge.chat(model="tinker://r/sampler_weights/none").headers
 
 
 def test_a_checkpoint_is_a_model_with_the_context_of_its_base(edge: RunningEdge) -> None:
