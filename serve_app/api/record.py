@@ -33,9 +33,9 @@ class RequestRecord:
     `asked_model` is what the caller wrote, which can be any text: use it in the log, never as a metric label. `model`
     is a base id of the catalogue, or a remote endpoint's own name for its model; `checkpoint` is a path. Both are empty
     until the request was accepted. `slug` and `endpoint` are set where a marketplace slug was asked for; `passed_over`
-    are the endpoints of it that failed before that one was tried. `is_estimated`: an upstream did not report its usage.
-    `client_s`: how long the client took to read. `is_held`: the key's budget holds an amount for it. `id` is random:
-    clients may choose `request_id`.
+    are the endpoints of it that failed before that one was tried. `is_estimated`: an upstream did not report its usage,
+    or more than there can be. `client_s`: how long the client took to read. `is_held`: the key's budget holds an amount
+    for it. `id` is random: clients may choose `request_id`.
     """
 
     request_id: str

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from serve_app.base.errors import UpstreamLost
 from serve_app.base.json_structure import Structure, edited, without_collections
+from serve_app.marketplace.bounds import Bounds
 from serve_app.marketplace.events import Event
 from serve_app.marketplace.secret import Secret
 
@@ -36,7 +37,7 @@ _TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_c
 @dataclass(frozen=True, slots=True)
 class Used:
     """The tokens of a reply. `cached` is a part of `prompt`, `reasoning` of `completion`. `is_estimated`: the upstream
-    did not say.
+    did not say, or said more than there can be.
     """
 
     prompt: int = 0
@@ -60,13 +61,13 @@ class Used:
 class Relay:
     """One reply of an upstream."""
 
-    def __init__(self, requested: str, *, prompt_bytes: int, wants_usage: bool, secret: str | None) -> None:
-        """`requested`: what `model` becomes. `prompt_bytes`: the prompt is estimated from them if the upstream does not
-        count. `wants_usage`: the client asked for usage in the stream. `secret`: the upstream's key.
+    def __init__(self, requested: str, bounds: Bounds, *, wants_usage: bool, secret: str | None) -> None:
+        """`requested`: what `model` becomes. `wants_usage`: the client asked for usage in the stream. `secret`: the
+        upstream's key.
         """
         self.finish_reason = ""
         self._model = json.dumps(requested).encode()
-        self._prompt_bytes = prompt_bytes
+        self._bounds = bounds
         self._wants_usage = wants_usage
         self._secret = Secret(secret)
         self._usage: JsonObject = {}
@@ -79,10 +80,25 @@ class Relay:
 
     @property
     def used(self) -> Used:
-        """What was used so far; an estimate until the upstream reports."""
-        return _reported(self._usage) or Used(
-            -(-self._prompt_bytes // _CHARACTERS_PER_TOKEN), completion=self._num_guessed, is_estimated=True
-        )
+        """What was used so far; an estimate until the upstream reports. No more than there can be."""
+        told = self.told
+        if told is None:
+            return Used(self._bounds.guessed_prompt, completion=self._num_guessed, is_estimated=True)
+        most_prompt, most = self._bounds.prompt, max(self._bounds.completion, self._num_guessed)
+        if told.prompt <= most_prompt and told.completion <= most:
+            return told
+        prompt, completion = min(told.prompt, most_prompt), min(told.completion, most)
+        return Used(prompt, min(told.cached, prompt), completion, min(told.reasoning, completion), is_estimated=True)
+
+    @property
+    def told(self) -> Used | None:
+        """What the upstream reports, be it true or not; None if it does not."""
+        return _reported(self._usage)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the upstream reports more than there can be."""
+        return self.told is not None and self.used.is_estimated
 
     def pass_on(self, events: Sequence[Event]) -> bytes:
         """What the client gets for these events; empty if nothing. Raises `UpstreamLost` for an error among them."""
@@ -94,7 +110,7 @@ class Relay:
         """
         if not self._is_done and (not self._finished or self._begun - self._finished):
             raise UpstreamLost("The upstream ended its stream before the reply was complete.")
-        usage = _event(self._usage_chunk or self._own_usage_chunk()) if self._wants_usage else b""
+        usage = _event(self._last_chunk()) if self._wants_usage else b""
         return usage + _event(DONE)
 
     def whole(self, content: bytes) -> bytes:
@@ -105,7 +121,8 @@ class Relay:
         choices = _choices(value)
         self._note(value, choices)
         self._num_guessed = -(-sum(map(_text_length, choices)) // _CHARACTERS_PER_TOKEN)
-        return edited(content, {"model": self._model})
+        shown = {"usage": self._shown()} if self.is_doubtful else {}
+        return edited(content, {"model": self._model, **shown})
 
     def _chunk(self, event: Event) -> bytes:
         if self._is_done or event.data == DONE:
@@ -162,11 +179,16 @@ class Relay:
             return b'%b"model":%b,%b' % (content[:opening], self._model, content[opening:])
         return edited(content, {"model": self._model})
 
-    def _own_usage_chunk(self) -> bytes:
-        """For an upstream that reports usage elsewhere or not at all."""
+    def _last_chunk(self) -> bytes:
+        """The usage: as the upstream sent it, unless it reports elsewhere, not at all, or more than there can be."""
+        if self._usage_chunk:
+            return edited(self._usage_chunk, {"usage": self._shown()}) if self.is_doubtful else self._usage_chunk
         chunk: JsonObject = {name: self._last[name] for name in _COMMON if name in self._last}
-        chunk |= {"model": json.loads(self._model), "choices": [], "usage": self._usage or self.used.shown}
-        return json.dumps(chunk, separators=(",", ":")).encode()
+        usage = self._usage if self._usage and not self.is_doubtful else self.used.shown
+        return _compact(chunk | {"model": json.loads(self._model), "choices": [], "usage": usage})
+
+    def _shown(self) -> bytes:
+        return _compact(self.used.shown)
 
 
 def parsed(content: bytes, *, max_values: int = _MAX_VALUES) -> JsonObject | None:
@@ -182,6 +204,10 @@ def parsed(content: bytes, *, max_values: int = _MAX_VALUES) -> JsonObject | Non
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _compact(value: JsonObject) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _event(data: bytes) -> bytes:

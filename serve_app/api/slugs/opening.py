@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 SlugAnswer = Answer | FinishedAnswer | RelayedAnswer
 _Opened = AbstractAsyncContextManager[SlugAnswer]
 
-_BYTES_PER_TOKEN = 4  # of a prompt that only the upstream counts
-_MOST_TOKENS = 1 << 15  # of a reply that only the upstream limits: few are longer
 _HELD_UP_PART = 0.1
 
 _FAILURES: Final = (
@@ -193,12 +191,12 @@ async def _open_remote(
 ) -> AsyncIterator[RelayedAnswer]:
     content = request.content
     ticket.record.about_remote(upstream.config.model, streamed=request.stream)
-    count, of_each = request.num_choices, request.body.most_tokens
-    asked = None if of_each is None else count * of_each
-    await ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or count * _MOST_TOKENS)
+    bounds = request.bounds_at(upstream.config.tokens)
+    asked = None if request.body.most_tokens is None else bounds.completion
+    await ticket.reserve(bounds.guessed_prompt, asked, bounds.completion, most_prompt=bounds.prompt)
     cost_us = len(content) * PARSE_US_PER_BYTE
     body = await edge.workers.run(cost_us, outgoing, content, upstream.config, stream=request.stream)
     ticket.hold(len(body))
-    relay = Relay(request.requested, prompt_bytes=len(content), wants_usage=request.include_usage, secret=upstream.key)
+    relay = Relay(request.requested, bounds, wants_usage=request.include_usage, secret=upstream.key)
     async with upstream.open(path, body, stream=request.stream) as reply:
         yield RelayedAnswer(request.stream, reply, relay)

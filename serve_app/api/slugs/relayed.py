@@ -1,5 +1,6 @@
 """An answer of a remote endpoint in progress: the upstream's reply, and what the client gets of it."""
 
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ from serve_app.api.record import RequestRecord
 from serve_app.base.errors import UpstreamLost
 from serve_app.marketplace.relay import Relay
 from serve_app.marketplace.upstream import UpstreamReply
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,15 @@ class RelayedAnswer:
     def note(self, record: RequestRecord) -> None:
         """Note the reply's progress."""
         used = self.relay.used
+        if self.relay.is_doubtful:
+            logger.warning(
+                "request_id=%s slug=%s endpoint=%s reports more tokens than there can be: %s; counted: %s",
+                record.request_id,
+                record.slug,
+                record.endpoint,
+                self.relay.told,
+                used,
+            )
         record.prompt_tokens = used.prompt
         record.cached_tokens = used.cached
         record.completion_tokens = used.completion

@@ -10,6 +10,8 @@ from serve_app.api.schema.sampling import parse_body
 from serve_app.api.schema.slug import PriceBody, SlugFields
 from serve_app.base.errors import InvalidRequest
 from serve_app.base.explain import show
+from serve_app.config.marketplace import TokenBounds
+from serve_app.marketplace.bounds import Bounds, PromptSize
 from serve_app.marketplace.choice import PriceOptions
 from serve_app.marketplace.slugs import Marketplace, Slug, Wanted
 
@@ -25,6 +27,7 @@ class SlugRequest:
     wanted: Wanted
     body: SlugFields
     content: bytes
+    size: PromptSize
     num_choices: int = 1
 
     @property
@@ -51,6 +54,10 @@ class SlugRequest:
         price = self.body.price or PriceBody()
         return PriceOptions(_usd(price.max_prompt), _usd(price.max_completion), price.sort or "price")
 
+    def bounds_at(self, tokens: TokenBounds) -> Bounds:
+        """The most tokens that it can use at a remote endpoint."""
+        return Bounds.of(self.size, self.body.most_tokens, self.num_choices, tokens)
+
 
 def wanted_slug(marketplace: Marketplace, requested: object, caller: Caller) -> Wanted | None:
     """The slug, and the endpoint if one is pinned; None if no slug has this name, or this caller may not use it. Raises
@@ -68,8 +75,9 @@ def may_use(caller: Caller, slug: Slug) -> bool:
 
 def slug_request(wanted: Wanted, kind: type[SlugFields], raw: Mapping[str, object], content: bytes) -> SlugRequest:
     """Raises `InvalidRequest`."""
-    request = SlugRequest(wanted, parse_body(kind, raw), content, max(_count(raw.get(name)) for name in _CHOICES))
-    body = request.body
+    body = parse_body(kind, raw)
+    num_choices = max(_count(raw.get(name)) for name in _CHOICES)
+    request = SlugRequest(wanted, body, content, PromptSize.of(content, body.said), num_choices)
     if not request.stream and not wanted.slug.config.allow_whole:
         sentence = f"stream must be true for the marketplace slug {wanted.slug.id!r}, got {show(body.stream)}."
         raise InvalidRequest(sentence, "stream")

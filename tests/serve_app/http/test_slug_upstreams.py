@@ -150,6 +150,21 @@ def test_what_an_upstream_does_not_count_is_estimated(edge: RunningEdge, sell: S
     assert 1000 <= record.prompt_tokens <= 1050
 
 
+def test_usage_that_cannot_be_is_cut_marked_and_logged(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, caplog: pytest.LogCaptureFixture
+) -> None:
+    sell(remote("far", upstream.url))
+    upstream.behaves(Stream(prompt_tokens=10**9))
+    response = ask(edge, stream_options={"include_usage": True})
+    record = last_record(edge)
+    assert (record.is_estimated, record.completion_tokens) == (True, 3)
+    assert 1024 < record.prompt_tokens < 1024 + 500
+    assert edge.events(response)[-2]["usage"]["prompt_tokens"] == record.prompt_tokens
+    assert (
+        f"request_id={record.request_id} slug={SLUG} endpoint=far reports more tokens than there can be" in caplog.text
+    )
+
+
 def test_a_large_event_comes_through(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
     sell(remote("far", upstream.url_as("large-event")))
     assert text_of(edge, ask(edge)) == "x" * 1_000_000 + " end"

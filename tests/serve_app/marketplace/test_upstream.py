@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from serve_app.base.errors import UpstreamFailed, UpstreamLost, UpstreamRefused
-from serve_app.config.marketplace import UpstreamConfig
+from serve_app.config.marketplace import TokenBounds, UpstreamConfig
+from serve_app.marketplace.bounds import Bounds, PromptSize
 from serve_app.marketplace.outgoing import outgoing
 from serve_app.marketplace.relay import Relay, Used
 from serve_app.marketplace.upstream import Upstream
@@ -40,7 +41,8 @@ class Client:
     """What a client got so far."""
 
     def __init__(self, *, wants_usage: bool = False) -> None:
-        self.relay = Relay("acme/tri", prompt_bytes=len(BODY), wants_usage=wants_usage, secret=KEY)
+        bounds = Bounds.of(PromptSize.of(BODY, ()), None, 1, TokenBounds())
+        self.relay = Relay("acme/tri", bounds, wants_usage=wants_usage, secret=KEY)
         self.got = b""
 
     async def ask(self, using: Upstream) -> None:
