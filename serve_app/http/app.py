@@ -135,7 +135,7 @@ class Handlers:
         wanted = wanted_slug(edge.marketplace, slug, exchange.caller)
         if wanted is not None:
             exchange.record.asked_for(slug)
-            await exchange.send_json(200, await list_endpoints(edge, wanted))
+            await exchange.send_json(200, await list_endpoints(edge, wanted, exchange.caller))
             return
         requested = f"{slug}/endpoints"  # a model id may contain slashes
         try:

@@ -13,7 +13,7 @@ from typing import Final
 
 from pydantic_core import from_json
 
-from serve_app.base.errors import UpstreamLost
+from serve_app.base.errors import ReplyOverLimit, UpstreamLost
 from serve_app.base.json_structure import Structure, edited, without_collections
 from serve_app.marketplace.bounds import Bounds
 from serve_app.marketplace.events import Event
@@ -29,7 +29,7 @@ _MOST_CHOICES: Final = 1024
 _MOST_TOKENS: Final = 2**31
 MAX_WHOLE_VALUES: Final = 1_000_000  # of a whole reply, whose log-probabilities come together
 _MAX_VALUES: Final = 100_000  # of an event
-_SMALL_BYTES: Final = 1 << 16  # has fewer values
+SMALL_BYTES: Final = 1 << 16  # has fewer values
 _COMMON: Final = ("id", "object", "created")  # to all chunks of a reply
 _TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
@@ -131,7 +131,8 @@ class Relay:
         content = self._secret.hide_in_json(event.data)
         value = parsed(content)
         if value is None:
-            raise UpstreamLost("The upstream sent an event that is no JSON object, or has too many values.")
+            kind = UpstreamLost if len(content) <= SMALL_BYTES else ReplyOverLimit
+            raise kind("The upstream sent an event that is no JSON object, or has too many values.")
         if event.name == b"error" or value.get("error"):
             raise UpstreamLost("The upstream sent an error during the reply.")
         choices = _choices(value)
@@ -194,7 +195,7 @@ class Relay:
 def parsed(content: bytes, *, max_values: int = _MAX_VALUES) -> JsonObject | None:
     """None if it is no JSON object, or has too many values: reading them would block all other requests."""
     try:
-        if len(content) <= _SMALL_BYTES:
+        if len(content) <= SMALL_BYTES:
             value = from_json(content)
         elif Structure.of(content).num_values_in_all > max_values:
             return None

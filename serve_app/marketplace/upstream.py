@@ -15,12 +15,12 @@ from typing import Final
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
-from serve_app.base.errors import UpstreamFailed, UpstreamLost
+from serve_app.base.errors import ReplyOverLimit, UpstreamFailed, UpstreamOverLimit
 from serve_app.base.public_addresses import NotPublic, PublicResolver
 from serve_app.config.marketplace import UpstreamConfig
 from serve_app.marketplace.events import Event, Events, EventTooLong
 from serve_app.marketplace.refusals import error_of, error_status, judged
-from serve_app.marketplace.relay import DONE, MAX_WHOLE_VALUES, parsed
+from serve_app.marketplace.relay import DONE, MAX_WHOLE_VALUES, SMALL_BYTES, parsed
 from serve_app.marketplace.secret import Secret
 from serve_app.marketplace.watch import Watch
 
@@ -51,7 +51,7 @@ class UpstreamReply:
 
     async def read(self) -> Sequence[Event]:
         """The events that came, at least one, the `[DONE]` included; none after the last one. An error comes alone.
-        Reads no more from the upstream than it is called for. Raises `UpstreamLost`.
+        Reads no more from the upstream than it is called for. Raises `ReplyOverLimit`.
         """
         if not self._next:
             await self._receive_in_time()
@@ -67,7 +67,7 @@ class UpstreamReply:
             raise UpstreamFailed("The upstream sent an empty stream.")
         value = parsed(first.data)
         if value is None:
-            raise UpstreamFailed("The upstream sent an event that is no JSON object, or has too many values.")
+            raise _unreadable("an event", first.data)
         error = error_of(value) or (value if first.name == b"error" else None)
         if error is not None:
             raise judged(error_status(error), first.data, self._secret)
@@ -76,10 +76,10 @@ class UpstreamReply:
         """Wait for a reply that is no stream. Raises `UpstreamFailed` or `UpstreamRefused` if it is no reply."""
         content = await read_at_most(self._response, _MAX_WHOLE_BYTES + 1)
         if len(content) > _MAX_WHOLE_BYTES:
-            raise UpstreamFailed(f"The upstream sent more than {_MAX_WHOLE_BYTES} bytes.")
+            raise UpstreamOverLimit(f"The upstream sent more than {_MAX_WHOLE_BYTES} bytes.")
         value = parsed(content, max_values=MAX_WHOLE_VALUES)
         if value is None:
-            raise UpstreamFailed("The upstream sent a reply that is no JSON object, or has too many values.")
+            raise _unreadable("a reply", content)
         if (error := error_of(value)) is not None:
             raise judged(error_status(error), content, self._secret)
         self.content = content
@@ -102,10 +102,10 @@ class UpstreamReply:
             await self._receive()
         except _BROKEN as exc:
             if self._watch.late:
-                raise UpstreamLost(f"The upstream {self._watch.late}.") from exc
+                raise ReplyOverLimit(f"The upstream {self._watch.late}.") from exc
             self._is_over = True  # `Relay.end` tells whether the reply was complete by then
         except EventTooLong as exc:
-            raise UpstreamLost(f"The upstream sent too much: {exc}.") from exc
+            raise ReplyOverLimit(f"The upstream sent too much: {exc}.") from exc
         finally:
             self._watch.wait_ends()
 
@@ -174,11 +174,11 @@ class Upstream:
                     response.close()
                     raise
         except TimeoutError as exc:
-            raise UpstreamFailed("The upstream did not answer in time.") from exc
+            raise UpstreamOverLimit("The upstream did not answer in time.") from exc
         except NotPublic as exc:
             raise UpstreamFailed("The upstream is not at a public address.") from exc
         except EventTooLong as exc:
-            raise UpstreamFailed(f"The upstream sent too much: {exc}.") from exc
+            raise UpstreamOverLimit(f"The upstream sent too much: {exc}.") from exc
         except _BROKEN as exc:
             raise UpstreamFailed(f"The connection to the upstream failed: {type(exc).__name__}.") from exc
 
@@ -252,6 +252,12 @@ async def read_at_most(response: aiohttp.ClientResponse, num_bytes: int) -> byte
 async def _note_kept(session: object, context: SimpleNamespace, params: object) -> None:
     del session, params
     context.trace_request_ctx.is_kept = True
+
+
+def _unreadable(what: str, content: bytes) -> UpstreamFailed:
+    """What is large may have too many values, as of log-probabilities that the request asks for."""
+    kind = UpstreamFailed if len(content) <= SMALL_BYTES else UpstreamOverLimit
+    return kind(f"The upstream sent {what} that is no JSON object, or has too many values.")
 
 
 def _may_be_error(event: Event) -> bool:

@@ -28,14 +28,16 @@ from serve_app.base.errors import (
     NoEndpoint,
     NoReplica,
     ReplicaLost,
+    ReplyOverLimit,
     UpstreamFailed,
     UpstreamLost,
+    UpstreamOverLimit,
     UpstreamRefused,
 )
 from serve_app.marketplace.choice import order
-from serve_app.marketplace.health import Attempt
 from serve_app.marketplace.outgoing import outgoing
 from serve_app.marketplace.relay import Relay
+from serve_app.marketplace.shared_health import SharedAttempt
 from serve_app.marketplace.slugs import Endpoint, Slug
 from serve_app.marketplace.upstream import Upstream
 
@@ -51,13 +53,14 @@ _FAILURES: Final = (
     NotServed,
     NoReplica,
     ReplicaLost,
-    FirstTokenTimeout,
     EngineStopped,
     AdapterError,
     NonFiniteLogits,
     CheckpointError,
 )
 """The endpoint failed before its first byte: it cools down, and the next one is tried."""
+_OVER_LIMIT: Final = (UpstreamOverLimit, FirstTokenTimeout)
+"""The next endpoint is tried. This one cools down for the caller's key: its prompt may be the reason."""
 _BUSY: Final = (QueueFull, ImagesOverloaded, ImagesUnavailable)
 """The next endpoint is tried, but this one does not cool down: one key that fills its queue would take it from all."""
 _LOST: Final = (UpstreamLost, ReplicaLost, EngineStopped, NonFiniteLogits)
@@ -67,7 +70,7 @@ _LOST: Final = (UpstreamLost, ReplicaLost, EngineStopped, NonFiniteLogits)
 @dataclass(frozen=True, slots=True)
 class _Begun:
     endpoint: Endpoint
-    attempt: Attempt
+    attempt: SharedAttempt
     answer: SlugAnswer
 
 
@@ -79,9 +82,12 @@ async def open_slug(
     slug = request.wanted.slug
     ticket.record.slug = slug.id
     down = await not_ready(edge, slug)
-    endpoints = order(
-        request.wanted, request.price_options, request.cache_key, lambda endpoint: endpoint.name not in down
-    )
+    key = ticket.caller.name
+
+    def is_up(endpoint: Endpoint) -> bool:
+        return endpoint.name not in down and endpoint.health.is_available_for(key)
+
+    endpoints = order(request.wanted, request.price_options, request.cache_key, is_up)
 
     def opened(endpoint: Endpoint) -> _Opened:
         if endpoint.upstream is None:
@@ -93,9 +99,13 @@ async def open_slug(
         began_at = time.monotonic()
         try:
             yield begun.answer
+        except ReplyOverLimit:
+            begun.attempt.exceeded()
+            raise
         except _LOST:
             begun.attempt.failed()
             raise
+        begun.attempt.finished()
         _measure(begun, ticket.record, time.monotonic() - began_at)
 
 
@@ -108,7 +118,7 @@ async def _first(
 ) -> _Begun:
     """The first answer that begins; `stack` closes it. Raises `NoEndpoint`, and what is not the endpoint's failure."""
     for endpoint in endpoints:
-        attempt = endpoint.health.begin()
+        attempt = endpoint.health.begin(ticket.caller.name)
         if attempt is None:
             continue  # another request has just begun to probe it
         ticket.record.try_endpoint(slug.id, endpoint.name, endpoint.price)
@@ -118,6 +128,9 @@ async def _first(
         except UpstreamRefused:
             attempt.succeeded()
             raise
+        except _OVER_LIMIT as exc:
+            attempt.exceeded()
+            _pass_over(ticket, exc)
         except _FAILURES as exc:
             attempt.failed(exc.retry_after_s if isinstance(exc, UpstreamFailed) else 0.0)
             _pass_over(ticket, exc)
