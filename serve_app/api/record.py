@@ -11,6 +11,8 @@ from serve_app.api.replies.reply import Reply
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.checking.refusal import Refusal
 from serve_app.config.price import Price, Tokens
+from serve_app.ledger.money import to_pico
+from serve_app.ledger.spend import Spend
 
 _MAX_ASKED_CHARACTERS = 512
 
@@ -97,6 +99,11 @@ class RequestRecord:
         if self.price is None:
             return Decimal(0)
         return self.price.cost(Tokens(self.prompt_tokens, self.cached_tokens, self.completion_tokens))
+
+    @property
+    def spend(self) -> Spend:
+        """What budgets count."""
+        return Spend(to_pico(self.cost), self.prompt_tokens + self.completion_tokens)
 
     def asked_for(self, model: object) -> None:
         """Note the model that the body names, before anything is checked."""

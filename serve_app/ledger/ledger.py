@@ -59,6 +59,7 @@ class Ledger:
         self._database = database
         self._spool = spool
         self._spool_bytes = config.spool_bytes
+        self._directory = config.folder
         self._report = report
         self._state = State()
         self._logged_at = float("-inf")
@@ -103,7 +104,9 @@ class Ledger:
         """Keep a record on disk. Never raises, and never waits for the database. A record over the bound is dropped."""
         state = self._state
         line = record.line()
-        if self._is_closed or self._spool.num_bytes + state.adopted_bytes + len(line) > self._spool_bytes:
+        if self._is_closed:
+            self._leave(line)
+        elif self._spool.num_bytes + state.adopted_bytes + len(line) > self._spool_bytes:
             self._drop("more than ledger.spool_bytes wait for the database")
         else:
             try:
@@ -142,6 +145,15 @@ class Ledger:
         self._readers.shutdown(wait=False, cancel_futures=True)
         if not self._writer.close(within_s) or self._spool.num_bytes:
             logger.warning("Ledger: %d bytes of records stay on disk.", self._spool.num_bytes)
+
+    def _leave(self, line: bytes) -> None:
+        """In a folder of its own, for the next ingress with this one: the writer has ended, or does so just now."""
+        try:
+            spool = Spool.open(self._directory)
+            spool.append(line)
+            spool.close()
+        except (ConfigRefused, OSError) as exc:
+            self._drop(f"the spool fails after the end: {exc}")
 
     def _keep(self, record: UsageRecord, exc: OSError) -> None:
         """In memory: the disk is full, or fails."""

@@ -185,12 +185,29 @@ def test_what_waits_is_written_at_the_end(tmp_path: Path) -> None:
     assert list((tmp_path / "spool").iterdir()) == []
 
 
-def test_what_comes_after_the_end_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_comes_after_the_end_is_for_the_next_one(tmp_path: Path) -> None:
+    """Requests that end while the service stops."""
+    with open_ledger(tmp_path) as ledger:
+        ledger.append(usage_record(cost=1))
+    for cost in (10, 100):
+        ledger.append(usage_record(cost=cost))
+    assert (ledger.report.counters.dropped, spooled(tmp_path)) == (0, 2)
+    with open_ledger(tmp_path) as following:
+        eventually(lambda: following.report.counters.adopted == 2)
+        assert amounts(following._database).cost == 111
+    assert list(tmp_path.glob("spool/*")) == []
+
+
+def test_what_comes_after_the_end_and_finds_no_disk_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with open_ledger(tmp_path) as ledger:
         pass
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("no folder")
     ledger.append(usage_record())
     assert ledger.report.counters.dropped == 1
-    assert list((tmp_path / "spool").iterdir()) == []
+    assert "records are dropped, the spool fails after the end: ledger.directory must be a folder" in caplog.text
 
 
 def test_two_ledgers_of_one_folder_leave_each_other_alone(tmp_path: Path) -> None:
