@@ -13,7 +13,6 @@ from typing import Final
 from engines.interface.errors import AdapterError, EngineStopped, NonFiniteLogits, QueueFull
 from serve_app.api.answer import Answer, Edge, FinishedAnswer
 from serve_app.api.bodies.ignored_fields import IgnoredFields
-from serve_app.api.bodies.json_body import parse_object
 from serve_app.api.opening import PARSE_US_PER_BYTE, Body, Operation, ParsedBody, open_again, parsed_body
 from serve_app.api.record import RequestRecord
 from serve_app.api.slugs.local_endpoints import NotServed, model_of, not_ready
@@ -194,8 +193,7 @@ async def _whole(answer: Answer, record: RequestRecord) -> bytes:
 
 def _parsed(operation: Operation[Body], request: SlugRequest, edge: Edge) -> ParsedBody[Body]:
     """The whole body, of which a slug reads a part only. Raises `InvalidRequest`."""
-    raw = parse_object(request.content, operation.all_names, longest_context=edge.catalog.longest_context)
-    return parsed_body(operation, raw, edge, operation.all_names)
+    return parsed_body(operation, request.raw, edge, operation.all_names)
 
 
 @asynccontextmanager

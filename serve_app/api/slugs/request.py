@@ -1,11 +1,11 @@
 """A request for a marketplace slug, from its parsed body: checks the fields that the service reads."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Final
 
 from serve_app.access.auth import Caller
+from serve_app.api.bodies.json_body import JsonObject
 from serve_app.api.schema.sampling import parse_body
 from serve_app.api.schema.slug import PriceBody, SlugFields
 from serve_app.base.errors import InvalidRequest
@@ -21,7 +21,7 @@ _CHOICES: Final = ("n", "best_of")
 @dataclass(frozen=True, slots=True)
 class SlugRequest:
     """`content`: the body as it was received; an endpoint gets it with few changes. `num_choices`: how many replies
-    an upstream may make of it.
+    an upstream may make of it. `raw`: the body, parsed, if an endpoint may be served here.
     """
 
     wanted: Wanted
@@ -29,6 +29,7 @@ class SlugRequest:
     content: bytes
     size: PromptSize
     num_choices: int = 1
+    raw: JsonObject = field(default_factory=dict)
 
     @property
     def requested(self) -> str:
@@ -73,11 +74,12 @@ def may_use(caller: Caller, slug: Slug) -> bool:
     return caller.models is None or slug.id in caller.models
 
 
-def slug_request(wanted: Wanted, kind: type[SlugFields], raw: Mapping[str, object], content: bytes) -> SlugRequest:
+def slug_request(wanted: Wanted, kind: type[SlugFields], raw: JsonObject, content: bytes) -> SlugRequest:
     """Raises `InvalidRequest`."""
     body = parse_body(kind, raw)
     num_choices = max(_count(raw.get(name)) for name in _CHOICES)
-    request = SlugRequest(wanted, body, content, PromptSize.of(content, body.said), num_choices)
+    kept = raw if any(endpoint.upstream is None for endpoint in wanted.slug.endpoints) else {}
+    request = SlugRequest(wanted, body, content, PromptSize.of(content, body.said), num_choices, kept)
     if not request.stream and not wanted.slug.config.allow_whole:
         sentence = f"stream must be true for the marketplace slug {wanted.slug.id!r}, got {show(body.stream)}."
         raise InvalidRequest(sentence, "stream")
