@@ -9,10 +9,12 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import select
 
 from serve_app.base.errors import ConfigRefused, LedgerUnavailable
@@ -423,6 +425,23 @@ def test_sums_are_those_of_the_records_however_they_are_grouped(database: Databa
     of_one = sum_up(database, ("endpoint",), EVERYTHING, "a")
     assert {row.group: row.amounts.requests for row in of_one} == {("",): 2, ("far",): 2}
     assert sum_up(database, ("key",), EVERYTHING, "nobody") == []
+
+
+MOMENTS = st.datetimes(datetime(2031, 1, 1), datetime(2031, 1, 4)).map(lambda moment: moment.replace(tzinfo=UTC))
+BOUNDS = MOMENTS | MOMENTS.map(lambda moment: moment.replace(hour=0, minute=0, second=0, microsecond=0))
+
+
+@given(st.lists(st.none() | BOUNDS, min_size=2, max_size=2), BOUNDS)
+def test_a_moment_of_a_range_is_in_exactly_one_of_its_parts(bounds: list[datetime | None], moment: datetime) -> None:
+    start, end = bounds
+    within = Range(start, end) if start is None or end is None or start < end else Range(end, start)
+    days, cut = within.parts()
+    assert all(bound is None or bound.time() == time() for part in [days] if part for bound in (part.start, part.end))
+    assert sum(contains(part, moment) for part in [*([days] if days else []), *cut]) == contains(within, moment)
+
+
+def contains(within: Range, moment: datetime) -> bool:
+    return (within.start is None or within.start <= moment) and (within.end is None or moment < within.end)
 
 
 def test_ranges_of_days_and_of_times_have_their_first_moment_and_not_their_last(database: Database) -> None:
