@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from pydantic_core import from_json
 
@@ -30,6 +30,10 @@ _MOST_TOKENS: Final = 2**31
 MAX_WHOLE_VALUES: Final = 1_000_000  # of a whole reply, whose log-probabilities come together
 _MAX_VALUES: Final = 100_000  # of an event
 SMALL_BYTES: Final = 1 << 16  # has fewer values
+_MOST_LEARNED: Final = 16  # of a reply: where something else differs each time, looking costs more than it saves
+_PLAIN: Final = re.compile(rb"[ !#-\[\]-~]+")  # of a JSON string: a longer rule would have to check UTF-8
+_PLAIN_TEXTS: Final = ("text", "content", "reasoning_content", "reasoning")
+_BEFORE_TEXT: Final = tuple(f'"{name}":{blank}'.encode() for name in _PLAIN_TEXTS for blank in ("", " "))
 _COMMON: Final = ("id", "object", "created")  # to all chunks of a reply
 _TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
@@ -58,8 +62,21 @@ class Used:
         }
 
 
+class _Pattern(NamedTuple):
+    """An event that was read, with a hole for its text, and what the client gets around it."""
+
+    before: bytes
+    after: bytes
+    shown_before: bytes
+    shown_after: bytes
+
+
 class Relay:
-    """One reply of an upstream."""
+    """One reply of an upstream.
+
+    Most events differ from the last one by their text only. Such an event is not read again: it means what that one
+    meant, with another text.
+    """
 
     def __init__(self, requested: str, bounds: Bounds, *, wants_usage: bool, secret: str | None) -> None:
         """`requested`: what `model` becomes. `wants_usage`: the client asked for usage in the stream. `secret`: the
@@ -77,6 +94,8 @@ class Relay:
         self._begun: set[int] = set()  # indexes of choices
         self._finished: set[int] = set()
         self._is_done = False
+        self._pattern: _Pattern | None = None
+        self._num_learned = 0
 
     @property
     def used(self) -> Used:
@@ -125,8 +144,22 @@ class Relay:
         return edited(content, {"model": self._model, **shown})
 
     def _chunk(self, event: Event) -> bytes:
+        if self._pattern is not None and not event.name and (text := self._text_in(event.data, self._pattern)):
+            self._num_guessed += 1
+            return b"".join((self._pattern.shown_before, text, self._pattern.shown_after))
+        return self._read(event)
+
+    def _text_in(self, data: bytes, pattern: _Pattern) -> bytes:
+        """The text, as JSON has it; empty if this event must be read."""
+        if not (data.startswith(pattern.before) and data.endswith(pattern.after)):
+            return b""
+        text = data[len(pattern.before) : -len(pattern.after)]
+        is_plain = _PLAIN.fullmatch(text) is not None and not self._secret.is_in(text)
+        return text if is_plain and len(data) > len(pattern.before) + len(pattern.after) else b""
+
+    def _read(self, event: Event) -> bytes:
         if self._is_done or event.data == DONE:
-            self._is_done = True
+            self._is_done, self._pattern = True, None
             return b""
         content = self._secret.hide_in_json(event.data)
         value = parsed(content)
@@ -141,7 +174,11 @@ class Relay:
             self._usage_chunk = self._with_model(content, value)
             return b""
         self._last = value
-        return _event(self._with_model(self._without_usage(content, value), value))
+        shown = _event(self._with_model(self._without_usage(content, value), value))
+        if self._num_learned < _MOST_LEARNED and content is event.data and not event.name:
+            self._num_learned += 1
+            self._pattern = _pattern_of(content, shown, choices)
+        return shown
 
     def _note(self, value: JsonObject, choices: list[JsonObject]) -> None:
         if (usage := _usage_in(value, choices)) is not None:
@@ -205,6 +242,22 @@ def parsed(content: bytes, *, max_values: int = _MAX_VALUES) -> JsonObject | Non
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _pattern_of(content: bytes, shown: bytes, choices: Sequence[JsonObject]) -> _Pattern | None:
+    """None unless the event has one choice, which goes on with a text, and no usage."""
+    if len(choices) != 1 or choices[0].get("finish_reason") or choices[0].get("usage") is not None:
+        return None
+    delta = choices[0].get("delta")
+    holder = delta if isinstance(delta, dict) else choices[0]
+    texts = [text for name in _PLAIN_TEXTS if isinstance(text := holder.get(name), str) and text]
+    hole = b'"%b"' % texts[0].encode() if len(texts) == 1 else b""
+    if not _PLAIN.fullmatch(hole[1:-1]) or content.count(hole) != 1 or shown.count(hole) != 1:
+        return None
+    (before, after), (shown_before, shown_after) = content.split(hole), shown.split(hole)
+    if not before.endswith(_BEFORE_TEXT):
+        return None  # it is spelled with escapes there, and stands elsewhere as it is
+    return _Pattern(before + b'"', b'"' + after, shown_before + b'"', b'"' + shown_after)
 
 
 def _compact(value: JsonObject) -> bytes:

@@ -75,6 +75,41 @@ def test_a_chunk_keeps_its_bytes_except_for_model_and_usage(other: dict[str, Any
     assert after == before
 
 
+TEXTS = st.sampled_from(["a", " b", "theirs", "cmpl-1", '"', "\\", "\n", "é", "", SECRET, "sk-1/", "text", "stop", "}"])
+ALIKE = st.tuples(TEXTS, st.sampled_from(["", "", "", "stop"]), st.sampled_from([{}, {}, {"usage": None}, {"x": 1}]))
+SHAPES_OF_TEXT = st.sampled_from(["text", "content", "reasoning", "other"])
+
+
+def spelled_alike(text: str, finish: str, more: Any, name: str, ascii_only: bool, blank: str) -> bytes:
+    value = chunk(text, finish or None, **more)
+    if name != "text":
+        value["choices"] = [{"index": 0, "delta": {name: text}, "finish_reason": finish or None}]
+    return json.dumps(value, separators=("," + blank, ":" + blank), ensure_ascii=ascii_only).encode()
+
+
+@given(st.lists(ALIKE, max_size=8), SHAPES_OF_TEXT, st.booleans(), st.sampled_from(["", " "]), st.booleans())
+def test_an_event_that_is_like_the_last_one_means_what_it_means_alone(
+    values: list[Any], name: str, ascii_only: bool, blank: str, wants: bool
+) -> None:
+    events = [Event(spelled_alike(*value, name, ascii_only, blank)) for value in values]
+    alone = [relay(wants_usage=wants, secret="sk-1/2345") for _ in events]
+    using = relay(wants_usage=wants, secret="sk-1/2345")
+    assert [using.pass_on([each]) for each in events] == [
+        own.pass_on([each]) for own, each in zip(alone, events, strict=True)
+    ]
+    assert using.used.completion == sum(own.used.completion for own in alone)
+    assert using.finish_reason == next((value[1] for value in reversed(values) if value[1]), "")
+
+
+def test_the_key_and_what_is_no_json_are_found_in_an_event_like_the_last_one_too() -> None:
+    using = relay(secret="sk-upstream-key")
+    using.pass_on([event(chunk("a"))])
+    assert b"upstream-key" not in using.pass_on([event(chunk("my sk-upstream-key"))])
+    using.pass_on([event(chunk("a"))])
+    with pytest.raises(UpstreamLost):
+        using.pass_on([Event(event(chunk("@")).data.replace(b"@", b"\xff"))])
+
+
 @pytest.mark.parametrize(
     "text",
     [
