@@ -1,20 +1,25 @@
 """An answer of a remote endpoint in progress: the upstream's reply, and what the client gets of it."""
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from serve_app.api.record import RequestRecord
 from serve_app.base.errors import UpstreamLost
+from serve_app.marketplace.events import Event
+from serve_app.marketplace.flow import started
 from serve_app.marketplace.relay import Relay
 from serve_app.marketplace.upstream import UpstreamReply
 
 logger = logging.getLogger(__name__)
 
+Write = Callable[[bytes], Coroutine[Any, Any, None]]
+
 
 @dataclass(frozen=True, slots=True)
 class RelayedAnswer:
-    """An answer that has begun. Read it with `events` and then `end`, or with `whole`, once. The first two raise
+    """An answer that has begun. Send it with `pass_on` and then `end`, or with `whole`, once. The first two raise
     `UpstreamLost`.
     """
 
@@ -22,18 +27,32 @@ class RelayedAnswer:
     reply: UpstreamReply
     relay: Relay
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events as they come, all but the last ones. The caller closes it."""
+    async def pass_on(self, write: Write) -> None:
+        """Write the events as they come, all but the last ones. What comes while `write` does not wait for the client
+        is written without a turn of the event loop.
+        """
+
+        def take(events: Sequence[Event]) -> Awaitable[None] | None:
+            return started(self._write(events, write))
+
         while events := await self.reply.read():
-            pieces: list[bytes] = []
-            try:
-                for event in events:
-                    pieces.append(self.relay.pass_on((event,)))
-            except UpstreamLost:
-                yield b"".join(pieces)  # what came before the failure, in the same packet
-                raise
-            if content := b"".join(pieces):
-                yield content
+            await self._write(events, write)
+            await self.reply.flow(take)
+
+    async def _write(self, events: Sequence[Event], write: Write) -> None:
+        if len(events) == 1:  # as almost always, where the tokens come one by one
+            if content := self.relay.pass_on(events):
+                await write(content)
+            return
+        pieces: list[bytes] = []
+        try:
+            for event in events:
+                pieces.append(self.relay.pass_on((event,)))
+        except UpstreamLost:
+            await write(b"".join(pieces))  # what came before the failure, in the same packet
+            raise
+        if content := b"".join(pieces):
+            await write(content)
 
     def end(self) -> bytes:
         """The last events."""
