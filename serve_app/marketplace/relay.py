@@ -78,7 +78,7 @@ class Relay:
     meant, with another text.
     """
 
-    def __init__(self, requested: str, bounds: Bounds, *, wants_usage: bool, secret: str | None) -> None:
+    def __init__(self, requested: str, bounds: Bounds, *, wants_usage: bool, secret: Secret) -> None:
         """`requested`: what `model` becomes. `wants_usage`: the client asked for usage in the stream. `secret`: the
         upstream's key.
         """
@@ -86,7 +86,7 @@ class Relay:
         self._model = json.dumps(requested).encode()
         self._bounds = bounds
         self._wants_usage = wants_usage
-        self._secret = Secret(secret)
+        self._secret = secret
         self._usage: JsonObject = {}
         self._usage_chunk = b""  # held to the end
         self._last: JsonObject = {}
@@ -121,7 +121,7 @@ class Relay:
 
     def pass_on(self, events: Sequence[Event]) -> bytes:
         """What the client gets for these events; empty if nothing. Raises `UpstreamLost` for an error among them."""
-        return b"".join([self._chunk(event) for event in events])
+        return self._chunk(events[0]) if len(events) == 1 else b"".join([self._chunk(event) for event in events])
 
     def end(self) -> bytes:
         """The last events: the usage if it is wanted, and `[DONE]`. Call it once the upstream's stream has ended.

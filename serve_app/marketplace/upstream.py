@@ -178,7 +178,7 @@ class Upstream:
         """`key`: sent as a bearer token."""
         self.config = config
         self.key = key
-        self._secret = Secret(key)
+        self.secret = Secret(key)
         self._url = config.url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self._num_open = 0
@@ -252,10 +252,10 @@ class Upstream:
         media_type = response.content_type.lower()
         if not 200 <= response.status < 300:
             body = b"<!" if media_type in _PAGES else await read_at_most(response, _MAX_ERROR_BYTES)
-            raise judged(response.status, body, self._secret, response.headers.get("retry-after", ""))
+            raise judged(response.status, body, self.secret, response.headers.get("retry-after", ""))
         if media_type in _PAGES:
             raise UpstreamFailed("The upstream answered with a page.")
-        reply = UpstreamReply(response, self.config, self._secret)
+        reply = UpstreamReply(response, self.config, self.secret)
         if stream and not _IS_JSON.fullmatch(media_type):
             await reply.begin()
             return reply

@@ -208,6 +208,6 @@ async def _open_remote(
     cost_us = len(content) * PARSE_US_PER_BYTE
     body = await edge.workers.run(cost_us, outgoing, content, upstream.config, stream=request.stream)
     ticket.hold(len(body))
-    relay = Relay(request.requested, bounds, wants_usage=request.include_usage, secret=upstream.key)
+    relay = Relay(request.requested, bounds, wants_usage=request.include_usage, secret=upstream.secret)
     async with upstream.open(path, body, stream=request.stream) as reply:
         yield RelayedAnswer(request.stream, reply, relay)

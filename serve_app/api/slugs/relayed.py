@@ -33,17 +33,16 @@ class RelayedAnswer:
         """
 
         def take(events: Sequence[Event]) -> Awaitable[None] | None:
-            return started(self._write(events, write))
+            if len(events) > 1:
+                return started(self._write(events, write))
+            content = self.relay.pass_on(events)
+            return started(write(content)) if content else None
 
         while events := await self.reply.read():
             await self._write(events, write)
             await self.reply.flow(take)
 
     async def _write(self, events: Sequence[Event], write: Write) -> None:
-        if len(events) == 1:  # as almost always, where the tokens come one by one
-            if content := self.relay.pass_on(events):
-                await write(content)
-            return
         pieces: list[bytes] = []
         try:
             for event in events:

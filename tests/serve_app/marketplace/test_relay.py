@@ -24,7 +24,7 @@ DONE = Event(b"[DONE]")
 
 
 def relay(*, wants_usage: bool = False, secret: str | None = None) -> Relay:
-    return Relay("acme/tri", BOUNDS, wants_usage=wants_usage, secret=secret)
+    return Relay("acme/tri", BOUNDS, wants_usage=wants_usage, secret=Secret(secret))
 
 
 def chunk(text: str = " a", finish: str | None = None, **more: Any) -> dict[str, Any]:
