@@ -53,11 +53,11 @@ async def describe(edge: Edge, requested: str, caller: Caller) -> ModelReply | S
     return _item(requested, target.model, target.context_length)
 
 
-async def list_endpoints(edge: Edge, wanted: Wanted) -> EndpointList:
-    """The endpoints of a slug, or the one that is pinned."""
+async def list_endpoints(edge: Edge, wanted: Wanted, caller: Caller) -> EndpointList:
+    """The endpoints of a slug, or the one that is pinned, with their health for this caller."""
     chosen = wanted.slug.endpoints if wanted.pinned is None else (wanted.pinned,)
     down = await not_ready(edge, wanted.slug)
-    return {"object": "list", "data": [_endpoint(endpoint, down) for endpoint in chosen]}
+    return {"object": "list", "data": [_endpoint(endpoint, down, caller.name) for endpoint in chosen]}
 
 
 def _with_variants(model: ServedModel) -> Iterator[ModelReply]:
@@ -80,13 +80,13 @@ def _slug(name: str, slug: Slug) -> SlugReply:
     return {"id": name, "object": "model", "created": 0, "owned_by": slug.config.owned_by}
 
 
-def _endpoint(endpoint: Endpoint, down: Collection[str]) -> EndpointReply:
+def _endpoint(endpoint: Endpoint, down: Collection[str], key: str) -> EndpointReply:
     return {
         "name": endpoint.name,
         "object": "endpoint",
         "local": endpoint.upstream is None,
         "price": _price(endpoint.price),
-        "health": "not_ready" if endpoint.name in down else endpoint.health.state.value,
+        "health": "not_ready" if endpoint.name in down else endpoint.health.state_for(key).value,
         "first_token_s": endpoint.recent.first_token_s,
         "tokens_per_s": endpoint.recent.tokens_per_s,
     }

@@ -11,6 +11,8 @@ from serve_app.api.replies.reply import Reply
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.checking.refusal import Refusal
 from serve_app.config.price import Price, Tokens
+from serve_app.ledger.money import to_pico
+from serve_app.ledger.spend import Spend
 
 _MAX_ASKED_CHARACTERS = 512
 
@@ -33,9 +35,9 @@ class RequestRecord:
     `asked_model` is what the caller wrote, which can be any text: use it in the log, never as a metric label. `model`
     is a base id of the catalogue, or a remote endpoint's own name for its model; `checkpoint` is a path. Both are empty
     until the request was accepted. `slug` and `endpoint` are set where a marketplace slug was asked for; `passed_over`
-    are the endpoints of it that failed before that one was tried. `is_estimated`: an upstream did not report its usage.
-    `client_s`: how long the client took to read. `is_held`: the key's budget holds an amount for it. `id` is random:
-    clients may choose `request_id`.
+    are the endpoints of it that failed before that one was tried. `is_estimated`: an upstream did not report its usage,
+    or more than there can be. `client_s`: how long the client took to read. `is_held`: the key's budget holds an amount
+    for it. `id` is random: clients may choose `request_id`.
     """
 
     request_id: str
@@ -97,6 +99,11 @@ class RequestRecord:
         if self.price is None:
             return Decimal(0)
         return self.price.cost(Tokens(self.prompt_tokens, self.cached_tokens, self.completion_tokens))
+
+    @property
+    def spend(self) -> Spend:
+        """What budgets count."""
+        return Spend(to_pico(self.cost), self.prompt_tokens + self.completion_tokens)
 
     def asked_for(self, model: object) -> None:
         """Note the model that the body names, before anything is checked."""

@@ -40,16 +40,17 @@ class Ticket:
         """Hold `reply_bytes` for the reply besides body and images, as `Lease.hold` does."""
         self.lease.hold(self.body_bytes + self.image_bytes + reply_bytes)
 
-    async def reserve(self, num_prompt: int, asked: int | None, most: int) -> None:
+    async def reserve(self, num_prompt: int, asked: int | None, most: int, *, most_prompt: int | None = None) -> None:
         """As `Lease.reserve`, and of the key's budget, before the engine gets the prompt. A client that disconnects
-        before the first token is charged for the prompt. The record has the price. Raises `BudgetExceeded` too.
+        before the first token is charged for the prompt. `most_prompt`: what the budget holds for a prompt whose length
+        is a guess. The record has the price. Raises `BudgetExceeded` too.
         """
         record = self.record
         self.lease.reserve(num_prompt, asked, most)
         record.prompt_tokens = num_prompt
         if not self.caller.budget:
             return
-        dearest = _dearest(record.price, num_prompt, most)
+        dearest = _dearest(record.price, num_prompt if most_prompt is None else most_prompt, most)
         try:
             is_held = await self.budgets.hold(self.caller, record.id, dearest, lives_s=self.longest_s + _MARGIN_S)
         except BudgetExceeded:

@@ -28,7 +28,9 @@
         ├── ImagesOverloaded           too many images are being prepared
         ├── NoEndpoint                 no endpoint of a slug is up, or all cost more than the request allows
         ├── UpstreamFailed             an upstream failed before its first byte; another endpoint may be asked
+        │   └── UpstreamOverLimit          it passed a limit of time or size
         ├── UpstreamLost               an upstream failed during its reply
+        │   └── ReplyOverLimit             its reply passed such a limit
         ├── LedgerUnavailable          the database of usage does not answer; only asking for usage needs it
         ├── NotReady                   asked for readiness
         ├── FirstTokenTimeout
@@ -195,8 +197,16 @@ class UpstreamFailed(ServingError):
         self.retry_after_s = retry_after_s
 
 
+class UpstreamOverLimit(UpstreamFailed):
+    """A remote endpoint passed a limit of time or size before its first byte. The request may be the reason."""
+
+
 class UpstreamLost(ServingError):
     """A remote endpoint failed during its reply. The message is for the log."""
+
+
+class ReplyOverLimit(UpstreamLost):
+    """The reply of a remote endpoint passed a limit of time or size. The request may be the reason."""
 
 
 class LedgerUnavailable(ServingError):

@@ -12,7 +12,7 @@ from serve_app.base.explain import Complaint
 from serve_app.base.model_id import parse
 from serve_app.base.public_addresses import NotPublic, check_host
 from serve_app.config.catalog_entry import model_name
-from serve_app.config.checking.section import Seconds, Section, Text
+from serve_app.config.checking.section import Count, Seconds, Section, Text
 from serve_app.config.keys import VariableName
 from serve_app.config.price import Price
 
@@ -70,6 +70,17 @@ class Takes(Section):
     ] = True
 
 
+class TokenBounds(Section):
+    """The most tokens that a request can have there. Budgets hold so many, and no more are believed."""
+
+    context: Annotated[Count | None, Doc("Most tokens of prompt and reply together; null: unknown.")] = None
+    reply: Annotated[Count, Doc("Most tokens of a reply for which the request sets no limit.")] = 32_768
+    image: Annotated[Count, Doc("Most tokens of an image, or of another part of a message that is no text.")] = 16_384
+    template: Annotated[
+        Count, Doc("Most tokens that its template and its own instructions add to a prompt, besides each message's.")
+    ] = 1024
+
+
 class UpstreamConfig(Section):
     """A remote OpenAI-compatible API."""
 
@@ -80,6 +91,9 @@ class UpstreamConfig(Section):
         bool, Doc("Whether it may be at an address of a private network, such as another service of the cluster.")
     ] = False
     takes: Annotated[Takes, Doc("What it understands.")] = Takes()
+    tokens: Annotated[
+        TokenBounds, Doc("The most tokens of a request, which budgets hold until the upstream has counted.")
+    ] = TokenBounds()
     connect_timeout_s: Annotated[Seconds, Doc("Longest wait for a connection.")] = 5.0
     first_byte_timeout_s: Annotated[
         Seconds, Doc("Longest wait for the first event of a stream, from the start of the request.")

@@ -50,7 +50,7 @@ from serve_app.http.middleware import LIVENESS_PATHS, layers
 from serve_app.http.openapi import DESCRIBE_US, VERSION, describe_api
 from serve_app.http.service import Service
 from serve_app.http.sse import send_answer, send_relayed
-from serve_app.http.usage import send_usage
+from serve_app.http.usage import Questions, send_usage
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class Handlers:
         self._service = service
         self._why_not_ready: Mapping[str, str] = {}
         self._described: tuple[LimitsConfig, bytes] | None = None
+        self._questions = Questions()
 
     async def healthz(self, exchange: Exchange) -> None:
         await exchange.send_json(200, {"status": "ok"})
@@ -142,7 +143,7 @@ class Handlers:
         wanted = wanted_slug(edge.marketplace, slug, exchange.caller)
         if wanted is not None:
             exchange.record.asked_for(slug)
-            await exchange.send_json(200, await list_endpoints(edge, wanted))
+            await exchange.send_json(200, await list_endpoints(edge, wanted, exchange.caller))
             return
         requested = f"{slug}/endpoints"  # a model id may contain slashes
         try:
@@ -220,7 +221,10 @@ class Handlers:
         self._service.book(exchange.record)
 
     async def usage(self, exchange: Exchange) -> None:
-        await send_usage(exchange, self._service.ledger)
+        """Counts as a request of the key, but not for its budget: who has spent it may see that."""
+        service, caller = self._service, exchange.caller
+        with service.capacity.admit(), service.limiter.admit(caller), self._questions.admit(caller.name):
+            await send_usage(exchange, service.ledger)
 
     def _edge(self) -> Edge:
         service, settings = self._service, self._service.settings

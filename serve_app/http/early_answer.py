@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,8 +68,8 @@ class _Body:
             self._was_read = True
         return message
 
-    async def send(self, message: Message) -> None:
-        await self._send(message if self._was_read else self._early(message))
+    def send(self, message: Message) -> Awaitable[None]:
+        return self._send(message if self._was_read else self._early(message))
 
     def _early(self, message: Message) -> Message:
         if message["type"] == "http.response.start":

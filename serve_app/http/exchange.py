@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import quote
 
 from starlette.types import Message, Receive, Scope, Send
@@ -76,9 +77,9 @@ class Exchange:
     async def send_error(self, error: HttpError) -> None:
         await self.send_json(error.status, error.body(), error.headers)
 
-    async def write(self, content: bytes) -> None:
+    def write(self, content: bytes) -> Coroutine[Any, Any, None]:
         """Send some of the body."""
-        await self._send_body({"type": "http.response.body", "body": content, "more_body": True})
+        return self._send_body({"type": "http.response.body", "body": content, "more_body": True})
 
     async def end(self, content: bytes) -> None:
         """Send the last of the body."""

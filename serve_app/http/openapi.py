@@ -160,7 +160,7 @@ def _paths(limits: LimitsConfig) -> Object:
             "get": _operation(
                 "getUsage",
                 USAGE_RULES,
-                _responses(("UsageList",), (400, 401, 404, 500, 503)),
+                _responses(("UsageList",), (400, 401, 404, 429, 500, 503)),
                 _usage_parameters(),
             )
         },

@@ -44,7 +44,8 @@ Exactly one of `prompt` and `prompt_chunks` is set. `echo` needs `prompt`, and `
 
 USAGE_RULES = """\
 What the key has used, from the requests that have ended. Those of the last seconds may be missing. A service without a
-ledger answers 404. A range has at most 366 days.
+ledger answers 404. A range has at most 366 days. The days that a range of times cuts may have at most 200,000 requests
+of the key. The question counts as a request of the key, and a key may ask twice at a time.
 """
 
 USAGE_PARAMETERS: Mapping[str, str] = {

@@ -35,6 +35,7 @@ KEEP_ALIVE_S = 15.0
 MAX_REQUESTS = 4096
 LOADING_TIMEOUT_S = 10.0
 _KEY_FILES_TIMEOUT_S = 5.0
+_END_S = 5.0
 
 _C = TypeVar("_C")
 _T = TypeVar("_T")
@@ -143,13 +144,14 @@ class Service:
         """Enter a request that ends into the ledger. One that a limit refused was not run, and is left out: a key could
         fill the disk with them.
         """
-        usage = usage_of(record, datetime.now(UTC))
         if self.ledger is not None and (record.status != HTTPStatus.TOO_MANY_REQUESTS or record.is_held):
-            self.ledger.append(usage)
+            self.ledger.append(usage_of(record, datetime.now(UTC)))
         number = 0 if self.ledger is None else self.ledger.num_appended
-        self.budgets.ended(record.key_name, record.id, usage.spend, number)
+        self.budgets.ended(record.key_name, record.id, record.spend, number)
 
     async def close(self) -> None:
+        """End the requests that still run, so that the ledger has their records before it closes."""
+        await self.capacity.end_all(_END_S)
         await self.settings.marketplace.close()
         if self.ledger is not None:
             self.ledger.close()

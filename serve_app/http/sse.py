@@ -4,9 +4,10 @@ event.
 
 import asyncio
 import json
+from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from serve_app.api.answer import Answer
 from serve_app.api.slugs.relayed import RelayedAnswer
@@ -38,9 +39,8 @@ async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -
 async def send_relayed(exchange: Exchange, answer: RelayedAnswer, keep_alive_s: float) -> bytes:
     """The same for a remote endpoint. Raises `UpstreamLost`; then call `send_failure`."""
     await exchange.start(200, HEADERS)
-    async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.events()) as relayed:
-        async for content in relayed:
-            await events.write(content)
+    async with EventStream(exchange, keep_alive_s) as events:
+        await answer.pass_on(events.write)
     return answer.end()
 
 
@@ -73,9 +73,9 @@ class EventStream:
         self._heart.cancel()
         await asyncio.wait({self._heart})
 
-    async def write(self, content: bytes) -> None:
+    def write(self, content: bytes) -> Coroutine[Any, Any, None]:
         self._wrote_at = self._loop.time()
-        await self._exchange.write(content)
+        return self._exchange.write(content)
 
     async def _beat(self) -> None:
         while True:

@@ -1,20 +1,42 @@
 """`GET /v1/usage`: what the caller's key has used."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Final
 from urllib.parse import parse_qs
 
-from serve_app.base.errors import InvalidRequest, NotFound
+from serve_app.base.errors import InvalidRequest, LimitReached, NotFound
 from serve_app.base.explain import show
 from serve_app.http.exchange import Exchange
-from serve_app.ledger.ledger import Ledger
-from serve_app.ledger.sums import Amounts, GroupBy, Range, Row, total
+from serve_app.ledger.ledger import MOST_ROWS, Ledger
+from serve_app.ledger.sums import Amounts, GroupBy, Range, Row, TooManyRows, total
 
 MAX_DAYS: Final = 366
+_AT_ONCE: Final = 2
+_RETRY_S: Final = 1.0  # another question may be answered at any time
 _TIME: Final = "a date such as 2031-01-31, or a time with its zone such as 2031-01-31T12:00:00Z"
 _GROUPS: Final[Mapping[str, tuple[GroupBy, ...]]] = {"day": ("day",), "model": ("slug", "model")}
 """Of a slug, callers see its name and not which model ran behind it."""
+
+
+class Questions:
+    """Bounds the questions of each key at a time: the threads that read are shared by all keys."""
+
+    def __init__(self) -> None:
+        self._running: Counter[str] = Counter()
+
+    @contextmanager
+    def admit(self, key: str) -> Iterator[None]:
+        """Raises `LimitReached`; then nothing was counted."""
+        if self._running[key] >= _AT_ONCE:
+            raise LimitReached(f"This key may ask for its usage {_AT_ONCE} times at a time; it does so now.", _RETRY_S)
+        self._running[key] += 1
+        try:
+            yield
+        finally:
+            self._running[key] -= 1
 
 
 async def send_usage(exchange: Exchange, ledger: Ledger | None) -> None:
@@ -26,7 +48,11 @@ async def send_usage(exchange: Exchange, ledger: Ledger | None) -> None:
     within = _range(asked, datetime.now(UTC))
     if ledger is None:
         raise NotFound("This service keeps no ledger of usage.")
-    rows = await ledger.sum_up(_GROUPS[by], within, exchange.caller.name)
+    try:
+        rows = await ledger.sum_up(_GROUPS[by], within, exchange.caller.name)
+    except TooManyRows as exc:
+        words = f"the days that they cut must have at most {MOST_ROWS} requests of this key"
+        raise InvalidRequest(f"from and to must be dates, or {words}; there are more.", "from") from exc
     assert within.start is not None
     assert within.end is not None
     body = {

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Final, Self
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S: Final = 5.0
 READ_S: Final = 5.0
+MOST_ROWS: Final = 200_000  # of single requests in one answer: some 0.2 s in SQLite
 _MOST_UNSPOOLED: Final = 10_000  # 10 MB
 _LOG_INTERVAL_S: Final = 60.0
 
@@ -59,6 +61,7 @@ class Ledger:
         self._database = database
         self._spool = spool
         self._spool_bytes = config.spool_bytes
+        self._directory = config.folder
         self._report = report
         self._state = State()
         self._logged_at = float("-inf")
@@ -103,7 +106,9 @@ class Ledger:
         """Keep a record on disk. Never raises, and never waits for the database. A record over the bound is dropped."""
         state = self._state
         line = record.line()
-        if self._is_closed or self._spool.num_bytes + state.adopted_bytes + len(line) > self._spool_bytes:
+        if self._is_closed:
+            self._leave(line)
+        elif self._spool.num_bytes + state.adopted_bytes + len(line) > self._spool_bytes:
             self._drop("more than ledger.spool_bytes wait for the database")
         else:
             try:
@@ -121,13 +126,16 @@ class Ledger:
         self._holds.settle(record_id, spend)
 
     async def sum_up(self, by: Sequence[GroupBy], within: Range, key: str) -> list[Row]:
-        """What a key has used; records of the last moments may be missing. Raises `LedgerUnavailable`."""
+        """What a key has used; records of the last moments may be missing. Raises `LedgerUnavailable`, or `TooManyRows`
+        for a range of times.
+        """
         if not self.is_up:
             raise LedgerUnavailable("The database is away.")
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(READ_S):
-                return await loop.run_in_executor(self._readers, sum_up, self._database, by, within, key)
+                read = partial(sum_up, self._database, by, within, key, most_rows=MOST_ROWS)
+                return await loop.run_in_executor(self._readers, read)
         except TimeoutError as exc:
             raise LedgerUnavailable(f"No answer within {READ_S:g} s.") from exc
 
@@ -142,6 +150,15 @@ class Ledger:
         self._readers.shutdown(wait=False, cancel_futures=True)
         if not self._writer.close(within_s) or self._spool.num_bytes:
             logger.warning("Ledger: %d bytes of records stay on disk.", self._spool.num_bytes)
+
+    def _leave(self, line: bytes) -> None:
+        """In a folder of its own, for the next ingress with this one: the writer has ended, or does so just now."""
+        try:
+            spool = Spool.open(self._directory)
+            spool.append(line)
+            spool.close()
+        except (ConfigRefused, OSError) as exc:
+            self._drop(f"the spool fails after the end: {exc}")
 
     def _keep(self, record: UsageRecord, exc: OSError) -> None:
         """In memory: the disk is full, or fails."""

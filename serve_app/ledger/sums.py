@@ -1,11 +1,14 @@
-"""Sums of usage by key, model and day."""
+"""Sums of usage by key, model and day.
+
+Whole days are read from their sums. Of a range of times, only the days that it cuts are read request by request.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta
 from typing import Any, Final, Literal, get_args
 
-from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy import ColumnElement, Connection, Select, func, select
 
 from serve_app.ledger.database import Database
 from serve_app.ledger.money import spelled
@@ -15,6 +18,10 @@ GroupBy = Literal["key", "model", "day", "slug", "endpoint"]
 GROUPINGS: Final[tuple[GroupBy, ...]] = get_args(GroupBy)
 
 
+class TooManyRows(Exception):
+    """The days that a range cuts have more requests than may be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
     """Of the UTC times at which requests ended, from `start` and before `end`; None is no bound."""
@@ -22,10 +29,20 @@ class Range:
     start: datetime | None = None
     end: datetime | None = None
 
-    @property
-    def is_of_days(self) -> bool:
-        """Whether it holds whole days only."""
-        return all(bound is None or bound.time() == time() for bound in (self.start, self.end))
+    def parts(self) -> "tuple[Range | None, list[Range]]":
+        """The whole days in it, None for none, and the parts of days before and after them."""
+        first = None if self.start is None else _midnight_from(self.start)
+        last = None if self.end is None else datetime.combine(self.end.astimezone(UTC).date(), time(), UTC)
+        if first is not None and last is not None and first > last:
+            return None, [self]
+        cut = [part for part in (Range(self.start, first), Range(last, self.end)) if part.start != part.end]
+        return None if first is not None and first == last else Range(first, last), cut
+
+
+def _midnight_from(moment: datetime) -> datetime:
+    """Its own one, or the next."""
+    midnight = datetime.combine(moment.astimezone(UTC).date(), time(), UTC)
+    return midnight if midnight == moment else midnight + timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +74,36 @@ class Row:
     amounts: Amounts
 
 
-def sum_up(database: Database, by: Sequence[GroupBy], within: Range, key: str | None = None) -> list[Row]:
-    """In the order of the groups. `key` None: of all keys. Raises `LedgerUnavailable`."""
-    query = _of_days(by, within, key) if within.is_of_days else _of_times(by, within, key)
+def sum_up(
+    database: Database,
+    by: Sequence[GroupBy],
+    within: Range,
+    key: str | None = None,
+    *,
+    most_rows: int | None = None,
+) -> list[Row]:
+    """In the order of the groups. `key` None: of all keys. `most_rows`: of requests that are read one by one, None for
+    no limit. Raises `LedgerUnavailable` or `TooManyRows`.
+    """
+    days, cut = within.parts()
+    sums: dict[tuple[str, ...], Amounts] = {}
     with database.read() as connection:
-        found = connection.execute(query).all()
-    rows = [Row(tuple(map(str, row[: len(by)])), Amounts(*map(int, row[len(by) :]))) for row in found]
-    return sorted((row for row in rows if row.amounts.requests), key=lambda row: row.group)
+        if most_rows is not None:
+            _check(connection, cut, key, most_rows)
+        queries = [*([] if days is None else [_of_days(by, days, key)]), *(_of_times(by, part, key) for part in cut)]
+        for row in (row for query in queries for row in connection.execute(query)):
+            group, amounts = tuple(map(str, row[: len(by)])), Amounts(*map(int, row[len(by) :]))
+            sums[group] = sums[group] + amounts if group in sums else amounts
+    return [Row(group, amounts) for group, amounts in sorted(sums.items()) if amounts.requests]
+
+
+def _check(connection: Connection, cut: Sequence[Range], key: str | None, most_rows: int) -> None:
+    """Counting them in the index is cheap beside reading them."""
+    for part in cut:
+        rows = select(USAGE.c.id).where(*_conditions(part, key)).limit(most_rows + 1).subquery()
+        most_rows -= connection.scalar(select(func.count()).select_from(rows)) or 0
+    if most_rows < 0:
+        raise TooManyRows
 
 
 def total(rows: Sequence[Row]) -> Amounts:
@@ -81,9 +121,13 @@ def _of_days(by: Sequence[GroupBy], within: Range, key: str | None) -> Select[An
 def _of_times(by: Sequence[GroupBy], within: Range, key: str | None) -> Select[Any]:
     """Read each request."""
     groups = [USAGE.c[name] for name in by]
-    conditions = _between(USAGE.c.ended_at, within.start, within.end)
     counted = [USAGE.c[name] for name in COUNTED]
-    return _summed(groups, counted, func.count()).where(*conditions, *_of_key(USAGE.c.key, key))
+    return _summed(groups, counted, func.count()).where(*_conditions(within, key))
+
+
+def _conditions(within: Range, key: str | None) -> list[ColumnElement[bool]]:
+    """Of single requests."""
+    return [*_between(USAGE.c.ended_at, within.start, within.end), *_of_key(USAGE.c.key, key)]
 
 
 def _summed(groups: Sequence[ColumnElement[Any]], amounts: Sequence[ColumnElement[int]], *first: Any) -> Select[Any]:

@@ -31,11 +31,11 @@ class PriceOptions:
 def order(
     wanted: Wanted, options: PriceOptions, cache_key: str, is_up: Callable[[Endpoint], bool]
 ) -> tuple[Endpoint, ...]:
-    """The endpoints to try, at least one. `cache_key`: "" for none. `is_up`: False for a local model that is not ready.
-    Raises `NoEndpoint`, which says why.
+    """The endpoints to try, at least one. `cache_key`: "" for none. `is_up`: False for what cools down for this caller,
+    or is not ready. Raises `NoEndpoint`, which says why.
     """
     endpoints = wanted.slug.endpoints if wanted.pinned is None else (wanted.pinned,)
-    up = [endpoint for endpoint in endpoints if endpoint.health.is_available and is_up(endpoint)]
+    up = [endpoint for endpoint in endpoints if is_up(endpoint)]
     eligible = [endpoint for endpoint in up if _is_within(endpoint, options)]
     if not eligible:
         raise NoEndpoint(_why(wanted, len(endpoints), len(endpoints) - len(up)))

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 MAX_EVENT_BYTES: Final = 4 << 20
 _BOM: Final = b"\xef\xbb\xbf"
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+_ONE_EVENT: Final = re.compile(rb"data: ([^\s][^\r\n]*)\n\n")  # as most pieces of a stream are
 
 
 class EventTooLong(ValueError):
@@ -38,6 +39,8 @@ class Events:
 
     def feed(self, content: bytes) -> list[Event]:
         """The events that end in these bytes. Raises `EventTooLong`."""
+        if self._is_between_events() and len(content) <= self._max_bytes and (one := _ONE_EVENT.fullmatch(content)):
+            return [Event(one[1])]
         if self._may_begin_with_lf and content.startswith(b"\n"):
             content = content[1:]  # the rest of a CRLF that was cut
             self._may_begin_with_lf = False
@@ -58,6 +61,9 @@ class Events:
         for line in (self._whole(b""), b""):
             self._take(line, events)
         return events
+
+    def _is_between_events(self) -> bool:
+        return not (self._line or self._data or self._name or self._may_begin_with_lf or self._is_first_line)
 
     def _whole(self, end: bytes) -> bytes:
         """The line that ends here, with its pieces from before."""

@@ -8,7 +8,7 @@ from serve_app.base.json_structure import edited, members
 from serve_app.config.marketplace import UpstreamConfig
 
 _USAGE = "include_usage"
-_READ: Final = frozenset({"stream", "max_tokens", "max_completion_tokens", "n", "best_of"})
+_READ: Final = frozenset({"stream", "max_tokens", "max_completion_tokens", "n", "best_of", "messages", "prompt"})
 """What the service reads besides what it changes: the upstream must read the same."""
 
 

@@ -9,12 +9,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from pydantic_core import from_json
 
-from serve_app.base.errors import UpstreamLost
+from serve_app.base.errors import ReplyOverLimit, UpstreamLost
 from serve_app.base.json_structure import Structure, edited, without_collections
+from serve_app.marketplace.bounds import Bounds
 from serve_app.marketplace.events import Event
 from serve_app.marketplace.secret import Secret
 
@@ -28,7 +29,11 @@ _MOST_CHOICES: Final = 1024
 _MOST_TOKENS: Final = 2**31
 MAX_WHOLE_VALUES: Final = 1_000_000  # of a whole reply, whose log-probabilities come together
 _MAX_VALUES: Final = 100_000  # of an event
-_SMALL_BYTES: Final = 1 << 16  # has fewer values
+SMALL_BYTES: Final = 1 << 16  # has fewer values
+_MOST_LEARNED: Final = 16  # of a reply: where something else differs each time, looking costs more than it saves
+_PLAIN: Final = re.compile(rb"[ !#-\[\]-~]+")  # of a JSON string: a longer rule would have to check UTF-8
+_PLAIN_TEXTS: Final = ("text", "content", "reasoning_content", "reasoning")
+_BEFORE_TEXT: Final = tuple(f'"{name}":{blank}'.encode() for name in _PLAIN_TEXTS for blank in ("", " "))
 _COMMON: Final = ("id", "object", "created")  # to all chunks of a reply
 _TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
@@ -36,7 +41,7 @@ _TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_c
 @dataclass(frozen=True, slots=True)
 class Used:
     """The tokens of a reply. `cached` is a part of `prompt`, `reasoning` of `completion`. `is_estimated`: the upstream
-    did not say.
+    did not say, or said more than there can be.
     """
 
     prompt: int = 0
@@ -57,18 +62,31 @@ class Used:
         }
 
 
-class Relay:
-    """One reply of an upstream."""
+class _Pattern(NamedTuple):
+    """An event that was read, with a hole for its text, and what the client gets around it."""
 
-    def __init__(self, requested: str, *, prompt_bytes: int, wants_usage: bool, secret: str | None) -> None:
-        """`requested`: what `model` becomes. `prompt_bytes`: the prompt is estimated from them if the upstream does not
-        count. `wants_usage`: the client asked for usage in the stream. `secret`: the upstream's key.
+    before: bytes
+    after: bytes
+    shown_before: bytes
+    shown_after: bytes
+
+
+class Relay:
+    """One reply of an upstream.
+
+    Most events differ from the last one by their text only. Such an event is not read again: it means what that one
+    meant, with another text.
+    """
+
+    def __init__(self, requested: str, bounds: Bounds, *, wants_usage: bool, secret: Secret) -> None:
+        """`requested`: what `model` becomes. `wants_usage`: the client asked for usage in the stream. `secret`: the
+        upstream's key.
         """
         self.finish_reason = ""
         self._model = json.dumps(requested).encode()
-        self._prompt_bytes = prompt_bytes
+        self._bounds = bounds
         self._wants_usage = wants_usage
-        self._secret = Secret(secret)
+        self._secret = secret
         self._usage: JsonObject = {}
         self._usage_chunk = b""  # held to the end
         self._last: JsonObject = {}
@@ -76,17 +94,34 @@ class Relay:
         self._begun: set[int] = set()  # indexes of choices
         self._finished: set[int] = set()
         self._is_done = False
+        self._pattern: _Pattern | None = None
+        self._num_learned = 0
 
     @property
     def used(self) -> Used:
-        """What was used so far; an estimate until the upstream reports."""
-        return _reported(self._usage) or Used(
-            -(-self._prompt_bytes // _CHARACTERS_PER_TOKEN), completion=self._num_guessed, is_estimated=True
-        )
+        """What was used so far; an estimate until the upstream reports. No more than there can be."""
+        told = self.told
+        if told is None:
+            return Used(self._bounds.guessed_prompt, completion=self._num_guessed, is_estimated=True)
+        most_prompt, most = self._bounds.prompt, max(self._bounds.completion, self._num_guessed)
+        if told.prompt <= most_prompt and told.completion <= most:
+            return told
+        prompt, completion = min(told.prompt, most_prompt), min(told.completion, most)
+        return Used(prompt, min(told.cached, prompt), completion, min(told.reasoning, completion), is_estimated=True)
+
+    @property
+    def told(self) -> Used | None:
+        """What the upstream reports, be it true or not; None if it does not."""
+        return _reported(self._usage)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the upstream reports more than there can be."""
+        return self.told is not None and self.used.is_estimated
 
     def pass_on(self, events: Sequence[Event]) -> bytes:
         """What the client gets for these events; empty if nothing. Raises `UpstreamLost` for an error among them."""
-        return b"".join([self._chunk(event) for event in events])
+        return self._chunk(events[0]) if len(events) == 1 else b"".join([self._chunk(event) for event in events])
 
     def end(self) -> bytes:
         """The last events: the usage if it is wanted, and `[DONE]`. Call it once the upstream's stream has ended.
@@ -94,7 +129,7 @@ class Relay:
         """
         if not self._is_done and (not self._finished or self._begun - self._finished):
             raise UpstreamLost("The upstream ended its stream before the reply was complete.")
-        usage = _event(self._usage_chunk or self._own_usage_chunk()) if self._wants_usage else b""
+        usage = _event(self._last_chunk()) if self._wants_usage else b""
         return usage + _event(DONE)
 
     def whole(self, content: bytes) -> bytes:
@@ -105,16 +140,32 @@ class Relay:
         choices = _choices(value)
         self._note(value, choices)
         self._num_guessed = -(-sum(map(_text_length, choices)) // _CHARACTERS_PER_TOKEN)
-        return edited(content, {"model": self._model})
+        shown = {"usage": self._shown()} if self.is_doubtful else {}
+        return edited(content, {"model": self._model, **shown})
 
     def _chunk(self, event: Event) -> bytes:
+        if self._pattern is not None and not event.name and (text := self._text_in(event.data, self._pattern)):
+            self._num_guessed += 1
+            return b"".join((self._pattern.shown_before, text, self._pattern.shown_after))
+        return self._read(event)
+
+    def _text_in(self, data: bytes, pattern: _Pattern) -> bytes:
+        """The text, as JSON has it; empty if this event must be read."""
+        if not (data.startswith(pattern.before) and data.endswith(pattern.after)):
+            return b""
+        text = data[len(pattern.before) : -len(pattern.after)]
+        is_plain = _PLAIN.fullmatch(text) is not None and not self._secret.is_in(text)
+        return text if is_plain and len(data) > len(pattern.before) + len(pattern.after) else b""
+
+    def _read(self, event: Event) -> bytes:
         if self._is_done or event.data == DONE:
-            self._is_done = True
+            self._is_done, self._pattern = True, None
             return b""
         content = self._secret.hide_in_json(event.data)
         value = parsed(content)
         if value is None:
-            raise UpstreamLost("The upstream sent an event that is no JSON object, or has too many values.")
+            kind = UpstreamLost if len(content) <= SMALL_BYTES else ReplyOverLimit
+            raise kind("The upstream sent an event that is no JSON object, or has too many values.")
         if event.name == b"error" or value.get("error"):
             raise UpstreamLost("The upstream sent an error during the reply.")
         choices = _choices(value)
@@ -123,7 +174,11 @@ class Relay:
             self._usage_chunk = self._with_model(content, value)
             return b""
         self._last = value
-        return _event(self._with_model(self._without_usage(content, value), value))
+        shown = _event(self._with_model(self._without_usage(content, value), value))
+        if self._num_learned < _MOST_LEARNED and content is event.data and not event.name:
+            self._num_learned += 1
+            self._pattern = _pattern_of(content, shown, choices)
+        return shown
 
     def _note(self, value: JsonObject, choices: list[JsonObject]) -> None:
         if (usage := _usage_in(value, choices)) is not None:
@@ -162,17 +217,22 @@ class Relay:
             return b'%b"model":%b,%b' % (content[:opening], self._model, content[opening:])
         return edited(content, {"model": self._model})
 
-    def _own_usage_chunk(self) -> bytes:
-        """For an upstream that reports usage elsewhere or not at all."""
+    def _last_chunk(self) -> bytes:
+        """The usage: as the upstream sent it, unless it reports elsewhere, not at all, or more than there can be."""
+        if self._usage_chunk:
+            return edited(self._usage_chunk, {"usage": self._shown()}) if self.is_doubtful else self._usage_chunk
         chunk: JsonObject = {name: self._last[name] for name in _COMMON if name in self._last}
-        chunk |= {"model": json.loads(self._model), "choices": [], "usage": self._usage or self.used.shown}
-        return json.dumps(chunk, separators=(",", ":")).encode()
+        usage = self._usage if self._usage and not self.is_doubtful else self.used.shown
+        return _compact(chunk | {"model": json.loads(self._model), "choices": [], "usage": usage})
+
+    def _shown(self) -> bytes:
+        return _compact(self.used.shown)
 
 
 def parsed(content: bytes, *, max_values: int = _MAX_VALUES) -> JsonObject | None:
     """None if it is no JSON object, or has too many values: reading them would block all other requests."""
     try:
-        if len(content) <= _SMALL_BYTES:
+        if len(content) <= SMALL_BYTES:
             value = from_json(content)
         elif Structure.of(content).num_values_in_all > max_values:
             return None
@@ -182,6 +242,26 @@ def parsed(content: bytes, *, max_values: int = _MAX_VALUES) -> JsonObject | Non
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _pattern_of(content: bytes, shown: bytes, choices: Sequence[JsonObject]) -> _Pattern | None:
+    """None unless the event has one choice, which goes on with a text, and no usage."""
+    if len(choices) != 1 or choices[0].get("finish_reason") or choices[0].get("usage") is not None:
+        return None
+    delta = choices[0].get("delta")
+    holder = delta if isinstance(delta, dict) else choices[0]
+    texts = [text for name in _PLAIN_TEXTS if isinstance(text := holder.get(name), str) and text]
+    hole = b'"%b"' % texts[0].encode() if len(texts) == 1 else b""
+    if not _PLAIN.fullmatch(hole[1:-1]) or content.count(hole) != 1 or shown.count(hole) != 1:
+        return None
+    (before, after), (shown_before, shown_after) = content.split(hole), shown.split(hole)
+    if not before.endswith(_BEFORE_TEXT):
+        return None  # it is spelled with escapes there, and stands elsewhere as it is
+    return _Pattern(before + b'"', b'"' + after, shown_before + b'"', b'"' + shown_after)
+
+
+def _compact(value: JsonObject) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _event(data: bytes) -> bytes:

@@ -21,6 +21,10 @@ class Secret:
     def hide_in(self, text: str) -> str:
         return text.replace(self._key, _SHOWN) if self._key else text
 
+    def is_in(self, content: bytes) -> bool:
+        """Whether it stands in these bytes of a JSON string that has no escapes."""
+        return bool(self._bytes) and self._bytes in content
+
     def hide_in_json(self, content: bytes) -> bytes:
         if not self._key:
             return content

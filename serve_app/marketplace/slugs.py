@@ -9,8 +9,8 @@ from serve_app.config.checking.refusal import Refusal
 from serve_app.config.keys import upstream_key
 from serve_app.config.marketplace import EndpointConfig, MarketplaceConfig, SlugConfig, UpstreamConfig
 from serve_app.config.price import Price
-from serve_app.marketplace.health import Health
 from serve_app.marketplace.recent import Recent
+from serve_app.marketplace.shared_health import SharedHealth
 from serve_app.marketplace.upstream import Upstream
 
 _PIN = "/ep/"
@@ -22,7 +22,7 @@ class Endpoint:
 
     config: EndpointConfig
     upstream: Upstream | None
-    health: Health = field(default_factory=Health)
+    health: SharedHealth = field(default_factory=SharedHealth)
     recent: Recent = field(default_factory=Recent)
 
     @property

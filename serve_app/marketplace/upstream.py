@@ -7,7 +7,7 @@ looked at; none is passed on. It gets no header of the client.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Final
@@ -15,12 +15,13 @@ from typing import Final
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
-from serve_app.base.errors import UpstreamFailed, UpstreamLost
+from serve_app.base.errors import ReplyOverLimit, UpstreamFailed, UpstreamOverLimit
 from serve_app.base.public_addresses import NotPublic, PublicResolver
 from serve_app.config.marketplace import UpstreamConfig
 from serve_app.marketplace.events import Event, Events, EventTooLong
+from serve_app.marketplace.flow import Connection, Connector, flow
 from serve_app.marketplace.refusals import error_of, error_status, judged
-from serve_app.marketplace.relay import DONE, MAX_WHOLE_VALUES, parsed
+from serve_app.marketplace.relay import DONE, MAX_WHOLE_VALUES, SMALL_BYTES, parsed
 from serve_app.marketplace.secret import Secret
 from serve_app.marketplace.watch import Watch
 
@@ -33,6 +34,7 @@ _NAME_TTL_S: Final = 30
 _STREAM: Final = "text/event-stream"
 _PAGES: Final = frozenset({"text/html", "application/xhtml+xml"})
 _IS_JSON: Final = re.compile(r"application/(.+\+)?json")
+Take = Callable[[Sequence[Event]], Awaitable[None] | None]
 _BROKEN: Final = (aiohttp.ClientError, HttpProcessingError, OSError)
 
 
@@ -43,18 +45,55 @@ class UpstreamReply:
         self.content = b""
         self._response = response
         ends_at = asyncio.get_running_loop().time() + config.total_timeout_s
-        self._watch = Watch(config.idle_timeout_s, ends_at, response.close)
+        self._watch = Watch(config.idle_timeout_s, ends_at, self._end_late)
         self._secret = secret
         self._events = Events()
         self._next: list[Event] = []  # came, and were not read yet
         self._is_over = False
+        self._take: Take | None = None
+
+    async def flow(self, take: Take) -> None:
+        """Give the events that come to `take` at once, until there is something that `read` must return. `take` returns
+        what must be waited for before more is read, None if nothing must. Raises `ReplyOverLimit`, and what `take` and
+        the wait raise.
+        """
+        self._take = take
+        self._watch.wait_begins()
+        try:
+            await flow(self._response, self._step)
+        except EventTooLong as exc:
+            raise ReplyOverLimit(f"The upstream sent too much: {exc}.") from exc
+        finally:
+            self._watch.wait_ends()
+
+    def _step(self) -> Awaitable[None] | bool:
+        content = self._response.content
+        if self._next or self._is_over or content.is_eof() or content.exception() is not None:
+            return False
+        if not (piece := content.read_nowait()):
+            return True
+        self._feed(piece)
+        if not self._next:
+            return True
+        if self._is_over or any(map(_may_be_error, self._next)):
+            return False
+        assert self._take is not None
+        events, self._next = self._next, []
+        self._watch.wait_begins()
+        rest = self._take(events)
+        if rest is not None:
+            self._watch.wait_ends()  # it is the client who is waited for
+        return True if rest is None else rest
 
     async def read(self) -> Sequence[Event]:
         """The events that came, at least one, the `[DONE]` included; none after the last one. An error comes alone.
-        Reads no more from the upstream than it is called for. Raises `UpstreamLost`.
+        Reads no more from the upstream than it is called for. Raises `ReplyOverLimit`.
         """
         if not self._next:
             await self._receive_in_time()
+        if len(self._next) == 1:
+            events, self._next = self._next, []
+            return events
         count = next((index for index, event in enumerate(self._next) if _may_be_error(event)), len(self._next))
         events, self._next = self._next[: count or 1], self._next[count or 1 :]
         return events
@@ -67,7 +106,7 @@ class UpstreamReply:
             raise UpstreamFailed("The upstream sent an empty stream.")
         value = parsed(first.data)
         if value is None:
-            raise UpstreamFailed("The upstream sent an event that is no JSON object, or has too many values.")
+            raise _unreadable("an event", first.data)
         error = error_of(value) or (value if first.name == b"error" else None)
         if error is not None:
             raise judged(error_status(error), first.data, self._secret)
@@ -76,10 +115,10 @@ class UpstreamReply:
         """Wait for a reply that is no stream. Raises `UpstreamFailed` or `UpstreamRefused` if it is no reply."""
         content = await read_at_most(self._response, _MAX_WHOLE_BYTES + 1)
         if len(content) > _MAX_WHOLE_BYTES:
-            raise UpstreamFailed(f"The upstream sent more than {_MAX_WHOLE_BYTES} bytes.")
+            raise UpstreamOverLimit(f"The upstream sent more than {_MAX_WHOLE_BYTES} bytes.")
         value = parsed(content, max_values=MAX_WHOLE_VALUES)
         if value is None:
-            raise UpstreamFailed("The upstream sent a reply that is no JSON object, or has too many values.")
+            raise _unreadable("a reply", content)
         if (error := error_of(value)) is not None:
             raise judged(error_status(error), content, self._secret)
         self.content = content
@@ -102,25 +141,34 @@ class UpstreamReply:
             await self._receive()
         except _BROKEN as exc:
             if self._watch.late:
-                raise UpstreamLost(f"The upstream {self._watch.late}.") from exc
+                raise ReplyOverLimit(f"The upstream {self._watch.late}.") from exc
             self._is_over = True  # `Relay.end` tells whether the reply was complete by then
         except EventTooLong as exc:
-            raise UpstreamLost(f"The upstream sent too much: {exc}.") from exc
+            raise ReplyOverLimit(f"The upstream sent too much: {exc}.") from exc
         finally:
             self._watch.wait_ends()
 
     async def _receive(self) -> None:
         while not self._next and not self._is_over:
-            content = await self._response.content.readany()
-            self._next = self._events.feed(content) if content else self._events.finish()
-            self._is_over = not content
-            for index, event in enumerate(self._next):
-                if event.data == DONE:
-                    self._is_over = True
-                    del self._next[index + 1 :]
-                    break
+            self._feed(await self._response.content.readany())
             if not self._next:
                 await asyncio.sleep(0)  # else what is decompressed without an event in it would block the loop
+
+    def _feed(self, content: bytes) -> None:
+        """The next piece; empty at the end."""
+        self._next = self._events.feed(content) if content else self._events.finish()
+        self._is_over = not content
+        for index, event in enumerate(self._next):
+            if event.data == DONE:
+                self._is_over = True
+                del self._next[index + 1 :]
+                break
+
+    def _end_late(self) -> None:
+        connection = self._response.connection
+        self._response.close()
+        if connection is not None and isinstance(connection.protocol, Connection) and connection.protocol.on_change:
+            connection.protocol.on_change()  # which finds the reply broken
 
 
 class Upstream:
@@ -130,7 +178,7 @@ class Upstream:
         """`key`: sent as a bearer token."""
         self.config = config
         self.key = key
-        self._secret = Secret(key)
+        self.secret = Secret(key)
         self._url = config.url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self._num_open = 0
@@ -174,11 +222,11 @@ class Upstream:
                     response.close()
                     raise
         except TimeoutError as exc:
-            raise UpstreamFailed("The upstream did not answer in time.") from exc
+            raise UpstreamOverLimit("The upstream did not answer in time.") from exc
         except NotPublic as exc:
             raise UpstreamFailed("The upstream is not at a public address.") from exc
         except EventTooLong as exc:
-            raise UpstreamFailed(f"The upstream sent too much: {exc}.") from exc
+            raise UpstreamOverLimit(f"The upstream sent too much: {exc}.") from exc
         except _BROKEN as exc:
             raise UpstreamFailed(f"The connection to the upstream failed: {type(exc).__name__}.") from exc
 
@@ -204,10 +252,10 @@ class Upstream:
         media_type = response.content_type.lower()
         if not 200 <= response.status < 300:
             body = b"<!" if media_type in _PAGES else await read_at_most(response, _MAX_ERROR_BYTES)
-            raise judged(response.status, body, self._secret, response.headers.get("retry-after", ""))
+            raise judged(response.status, body, self.secret, response.headers.get("retry-after", ""))
         if media_type in _PAGES:
             raise UpstreamFailed("The upstream answered with a page.")
-        reply = UpstreamReply(response, self.config, self._secret)
+        reply = UpstreamReply(response, self.config, self.secret)
         if stream and not _IS_JSON.fullmatch(media_type):
             await reply.begin()
             return reply
@@ -219,7 +267,7 @@ class Upstream:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             resolver = None if self.config.allow_private else PublicResolver()
-            connector = aiohttp.TCPConnector(
+            connector = Connector(
                 resolver=resolver, limit=0, ttl_dns_cache=_NAME_TTL_S, keepalive_timeout=_IDLE_CONNECTION_S
             )
             traces = aiohttp.TraceConfig()
@@ -252,6 +300,12 @@ async def read_at_most(response: aiohttp.ClientResponse, num_bytes: int) -> byte
 async def _note_kept(session: object, context: SimpleNamespace, params: object) -> None:
     del session, params
     context.trace_request_ctx.is_kept = True
+
+
+def _unreadable(what: str, content: bytes) -> UpstreamFailed:
+    """What is large may have too many values, as of log-probabilities that the request asks for."""
+    kind = UpstreamFailed if len(content) <= SMALL_BYTES else UpstreamOverLimit
+    return kind(f"The upstream sent {what} that is no JSON object, or has too many values.")
 
 
 def _may_be_error(event: Event) -> bool:

@@ -3,7 +3,7 @@ config.yaml names it.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,10 +34,10 @@ class EdgeHeaders:
             await self._app(scope, receive, send)
             return
 
-        async def send_one_id(message: Message) -> None:
+        def send_one_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = _with_one_id(message["headers"])
-            await send(message)
+            return send(message)
 
         kept = [(name, value) for name, value in scope["headers"] if _is_for_us(name.lower(), value)]
         await self._app({**scope, "headers": kept}, receive, send_one_id)

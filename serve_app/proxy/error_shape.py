@@ -1,5 +1,7 @@
 """Converts Serve's own errors, which are plain text, to the service's error format."""
 
+from collections.abc import Awaitable
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.base.errors import HttpError
@@ -20,7 +22,7 @@ class ErrorShape:
             return
         error: HttpError | None = None
 
-        async def send_in_shape(message: Message) -> None:
+        def send_in_shape(message: Message) -> Awaitable[None]:
             nonlocal error
             if message["type"] == "http.response.start" and _is_plain_error(message):
                 error = page_of(message["status"])
@@ -28,7 +30,7 @@ class ErrorShape:
             elif message["type"] == "http.response.body" and error is not None:
                 is_last = not message.get("more_body", False)
                 message = {**message, "body": content_of(error) if is_last else b""}
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, send_in_shape)
 

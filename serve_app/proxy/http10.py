@@ -1,6 +1,6 @@
 """Replies to HTTP/1.0 clients, which do not support chunks: a body of unknown length ends with the connection."""
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from uvicorn.protocols.http import httptools_impl
@@ -16,17 +16,21 @@ class Http10Cycle(httptools_impl.RequestResponseCycle):
 
     _ends_by_closing = False
 
-    async def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> Coroutine[Any, Any, None]:
         if self.scope["http_version"] == "1.0":
-            if message["type"] == "http.response.start":
-                self._ends_by_closing = not _has_length(message)
-                if self._ends_by_closing:
-                    self.chunked_encoding = False
-                    self.expected_content_length = _NO_LENGTH
-            elif self._ends_by_closing and not message.get("more_body", False):
-                await super().send({**message, "more_body": True})  # type: ignore[arg-type]
-                self.expected_content_length = 0
-                message = {"type": "http.response.body", "body": b""}
+            return self._send_to_old(message)
+        return super().send(message)  # type: ignore[arg-type]
+
+    async def _send_to_old(self, message: Mapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self._ends_by_closing = not _has_length(message)
+            if self._ends_by_closing:
+                self.chunked_encoding = False
+                self.expected_content_length = _NO_LENGTH
+        elif self._ends_by_closing and not message.get("more_body", False):
+            await super().send({**message, "more_body": True})  # type: ignore[arg-type]
+            self.expected_content_length = 0
+            message = {"type": "http.response.body", "body": b""}
         await super().send(message)  # type: ignore[arg-type]
 
 

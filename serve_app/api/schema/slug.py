@@ -2,6 +2,7 @@
 these, go on to the endpoint.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -46,6 +47,11 @@ class SlugFields(Section):
         """Of the reply, if the caller set a limit."""
         return self.max_tokens
 
+    @property
+    def said(self) -> Sequence[object]:
+        """The messages."""
+        return ()
+
 
 class SlugCompletionBody(SlugFields):
     """POST /completions for a marketplace slug."""
@@ -63,3 +69,7 @@ class SlugChatBody(SlugFields):
     @property
     def most_tokens(self) -> int | None:
         return max(filter(None, (self.max_completion_tokens, self.max_tokens)), default=None)
+
+    @property
+    def said(self) -> Sequence[object]:
+        return self.messages

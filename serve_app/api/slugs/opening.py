@@ -13,7 +13,6 @@ from typing import Final
 from engines.interface.errors import AdapterError, EngineStopped, NonFiniteLogits, QueueFull
 from serve_app.api.answer import Answer, Edge, FinishedAnswer
 from serve_app.api.bodies.ignored_fields import IgnoredFields
-from serve_app.api.bodies.json_body import parse_object
 from serve_app.api.opening import PARSE_US_PER_BYTE, Body, Operation, ParsedBody, open_again, parsed_body
 from serve_app.api.record import RequestRecord
 from serve_app.api.slugs.local_endpoints import NotServed, model_of, not_ready
@@ -28,14 +27,16 @@ from serve_app.base.errors import (
     NoEndpoint,
     NoReplica,
     ReplicaLost,
+    ReplyOverLimit,
     UpstreamFailed,
     UpstreamLost,
+    UpstreamOverLimit,
     UpstreamRefused,
 )
 from serve_app.marketplace.choice import order
-from serve_app.marketplace.health import Attempt
 from serve_app.marketplace.outgoing import outgoing
 from serve_app.marketplace.relay import Relay
+from serve_app.marketplace.shared_health import SharedAttempt
 from serve_app.marketplace.slugs import Endpoint, Slug
 from serve_app.marketplace.upstream import Upstream
 
@@ -44,8 +45,6 @@ logger = logging.getLogger(__name__)
 SlugAnswer = Answer | FinishedAnswer | RelayedAnswer
 _Opened = AbstractAsyncContextManager[SlugAnswer]
 
-_BYTES_PER_TOKEN = 4  # of a prompt that only the upstream counts
-_MOST_TOKENS = 1 << 15  # of a reply that only the upstream limits: few are longer
 _HELD_UP_PART = 0.1
 
 _FAILURES: Final = (
@@ -53,13 +52,14 @@ _FAILURES: Final = (
     NotServed,
     NoReplica,
     ReplicaLost,
-    FirstTokenTimeout,
     EngineStopped,
     AdapterError,
     NonFiniteLogits,
     CheckpointError,
 )
 """The endpoint failed before its first byte: it cools down, and the next one is tried."""
+_OVER_LIMIT: Final = (UpstreamOverLimit, FirstTokenTimeout)
+"""The next endpoint is tried. This one cools down for the caller's key: its prompt may be the reason."""
 _BUSY: Final = (QueueFull, ImagesOverloaded, ImagesUnavailable)
 """The next endpoint is tried, but this one does not cool down: one key that fills its queue would take it from all."""
 _LOST: Final = (UpstreamLost, ReplicaLost, EngineStopped, NonFiniteLogits)
@@ -69,7 +69,7 @@ _LOST: Final = (UpstreamLost, ReplicaLost, EngineStopped, NonFiniteLogits)
 @dataclass(frozen=True, slots=True)
 class _Begun:
     endpoint: Endpoint
-    attempt: Attempt
+    attempt: SharedAttempt
     answer: SlugAnswer
 
 
@@ -81,9 +81,12 @@ async def open_slug(
     slug = request.wanted.slug
     ticket.record.slug = slug.id
     down = await not_ready(edge, slug)
-    endpoints = order(
-        request.wanted, request.price_options, request.cache_key, lambda endpoint: endpoint.name not in down
-    )
+    key = ticket.caller.name
+
+    def is_up(endpoint: Endpoint) -> bool:
+        return endpoint.name not in down and endpoint.health.is_available_for(key)
+
+    endpoints = order(request.wanted, request.price_options, request.cache_key, is_up)
 
     def opened(endpoint: Endpoint) -> _Opened:
         if endpoint.upstream is None:
@@ -95,9 +98,13 @@ async def open_slug(
         began_at = time.monotonic()
         try:
             yield begun.answer
+        except ReplyOverLimit:
+            begun.attempt.exceeded()
+            raise
         except _LOST:
             begun.attempt.failed()
             raise
+        begun.attempt.finished()
         _measure(begun, ticket.record, time.monotonic() - began_at)
 
 
@@ -110,7 +117,7 @@ async def _first(
 ) -> _Begun:
     """The first answer that begins; `stack` closes it. Raises `NoEndpoint`, and what is not the endpoint's failure."""
     for endpoint in endpoints:
-        attempt = endpoint.health.begin()
+        attempt = endpoint.health.begin(ticket.caller.name)
         if attempt is None:
             continue  # another request has just begun to probe it
         ticket.record.try_endpoint(slug.id, endpoint.name, endpoint.price)
@@ -120,6 +127,9 @@ async def _first(
         except UpstreamRefused:
             attempt.succeeded()
             raise
+        except _OVER_LIMIT as exc:
+            attempt.exceeded()
+            _pass_over(ticket, exc)
         except _FAILURES as exc:
             attempt.failed(exc.retry_after_s if isinstance(exc, UpstreamFailed) else 0.0)
             _pass_over(ticket, exc)
@@ -183,8 +193,7 @@ async def _whole(answer: Answer, record: RequestRecord) -> bytes:
 
 def _parsed(operation: Operation[Body], request: SlugRequest, edge: Edge) -> ParsedBody[Body]:
     """The whole body, of which a slug reads a part only. Raises `InvalidRequest`."""
-    raw = parse_object(request.content, operation.all_names, longest_context=edge.catalog.longest_context)
-    return parsed_body(operation, raw, edge, operation.all_names)
+    return parsed_body(operation, request.raw, edge, operation.all_names)
 
 
 @asynccontextmanager
@@ -193,12 +202,12 @@ async def _open_remote(
 ) -> AsyncIterator[RelayedAnswer]:
     content = request.content
     ticket.record.about_remote(upstream.config.model, streamed=request.stream)
-    count, of_each = request.num_choices, request.body.most_tokens
-    asked = None if of_each is None else count * of_each
-    await ticket.reserve(len(content) // _BYTES_PER_TOKEN, asked, asked or count * _MOST_TOKENS)
+    bounds = request.bounds_at(upstream.config.tokens)
+    asked = None if request.body.most_tokens is None else bounds.completion
+    await ticket.reserve(bounds.guessed_prompt, asked, bounds.completion, most_prompt=bounds.prompt)
     cost_us = len(content) * PARSE_US_PER_BYTE
     body = await edge.workers.run(cost_us, outgoing, content, upstream.config, stream=request.stream)
     ticket.hold(len(body))
-    relay = Relay(request.requested, prompt_bytes=len(content), wants_usage=request.include_usage, secret=upstream.key)
+    relay = Relay(request.requested, bounds, wants_usage=request.include_usage, secret=upstream.secret)
     async with upstream.open(path, body, stream=request.stream) as reply:
         yield RelayedAnswer(request.stream, reply, relay)

@@ -1,17 +1,25 @@
 """An answer of a remote endpoint in progress: the upstream's reply, and what the client gets of it."""
 
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from serve_app.api.record import RequestRecord
 from serve_app.base.errors import UpstreamLost
+from serve_app.marketplace.events import Event
+from serve_app.marketplace.flow import started
 from serve_app.marketplace.relay import Relay
 from serve_app.marketplace.upstream import UpstreamReply
+
+logger = logging.getLogger(__name__)
+
+Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
 class RelayedAnswer:
-    """An answer that has begun. Read it with `events` and then `end`, or with `whole`, once. The first two raise
+    """An answer that has begun. Send it with `pass_on` and then `end`, or with `whole`, once. The first two raise
     `UpstreamLost`.
     """
 
@@ -19,18 +27,31 @@ class RelayedAnswer:
     reply: UpstreamReply
     relay: Relay
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events as they come, all but the last ones. The caller closes it."""
+    async def pass_on(self, write: Write) -> None:
+        """Write the events as they come, all but the last ones. What comes while `write` does not wait for the client
+        is written without a turn of the event loop.
+        """
+
+        def take(events: Sequence[Event]) -> Awaitable[None] | None:
+            if len(events) > 1:
+                return started(self._write(events, write))
+            content = self.relay.pass_on(events)
+            return started(write(content)) if content else None
+
         while events := await self.reply.read():
-            pieces: list[bytes] = []
-            try:
-                for event in events:
-                    pieces.append(self.relay.pass_on((event,)))
-            except UpstreamLost:
-                yield b"".join(pieces)  # what came before the failure, in the same packet
-                raise
-            if content := b"".join(pieces):
-                yield content
+            await self._write(events, write)
+            await self.reply.flow(take)
+
+    async def _write(self, events: Sequence[Event], write: Write) -> None:
+        pieces: list[bytes] = []
+        try:
+            for event in events:
+                pieces.append(self.relay.pass_on((event,)))
+        except UpstreamLost:
+            await write(b"".join(pieces))  # what came before the failure, in the same packet
+            raise
+        if content := b"".join(pieces):
+            await write(content)
 
     def end(self) -> bytes:
         """The last events."""
@@ -43,6 +64,15 @@ class RelayedAnswer:
     def note(self, record: RequestRecord) -> None:
         """Note the reply's progress."""
         used = self.relay.used
+        if self.relay.is_doubtful:
+            logger.warning(
+                "request_id=%s slug=%s endpoint=%s reports more tokens than there can be: %s; counted: %s",
+                record.request_id,
+                record.slug,
+                record.endpoint,
+                self.relay.told,
+                used,
+            )
         record.prompt_tokens = used.prompt
         record.cached_tokens = used.cached
         record.completion_tokens = used.completion

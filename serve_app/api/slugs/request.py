@@ -1,15 +1,17 @@
 """A request for a marketplace slug, from its parsed body: checks the fields that the service reads."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Final
 
 from serve_app.access.auth import Caller
+from serve_app.api.bodies.json_body import JsonObject
 from serve_app.api.schema.sampling import parse_body
 from serve_app.api.schema.slug import PriceBody, SlugFields
 from serve_app.base.errors import InvalidRequest
 from serve_app.base.explain import show
+from serve_app.config.marketplace import TokenBounds
+from serve_app.marketplace.bounds import Bounds, PromptSize
 from serve_app.marketplace.choice import PriceOptions
 from serve_app.marketplace.slugs import Marketplace, Slug, Wanted
 
@@ -19,13 +21,15 @@ _CHOICES: Final = ("n", "best_of")
 @dataclass(frozen=True, slots=True)
 class SlugRequest:
     """`content`: the body as it was received; an endpoint gets it with few changes. `num_choices`: how many replies
-    an upstream may make of it.
+    an upstream may make of it. `raw`: the body, parsed, if an endpoint may be served here.
     """
 
     wanted: Wanted
     body: SlugFields
     content: bytes
+    size: PromptSize
     num_choices: int = 1
+    raw: JsonObject = field(default_factory=dict)
 
     @property
     def requested(self) -> str:
@@ -51,6 +55,10 @@ class SlugRequest:
         price = self.body.price or PriceBody()
         return PriceOptions(_usd(price.max_prompt), _usd(price.max_completion), price.sort or "price")
 
+    def bounds_at(self, tokens: TokenBounds) -> Bounds:
+        """The most tokens that it can use at a remote endpoint."""
+        return Bounds.of(self.size, self.body.most_tokens, self.num_choices, tokens)
+
 
 def wanted_slug(marketplace: Marketplace, requested: object, caller: Caller) -> Wanted | None:
     """The slug, and the endpoint if one is pinned; None if no slug has this name, or this caller may not use it. Raises
@@ -66,10 +74,12 @@ def may_use(caller: Caller, slug: Slug) -> bool:
     return caller.models is None or slug.id in caller.models
 
 
-def slug_request(wanted: Wanted, kind: type[SlugFields], raw: Mapping[str, object], content: bytes) -> SlugRequest:
+def slug_request(wanted: Wanted, kind: type[SlugFields], raw: JsonObject, content: bytes) -> SlugRequest:
     """Raises `InvalidRequest`."""
-    request = SlugRequest(wanted, parse_body(kind, raw), content, max(_count(raw.get(name)) for name in _CHOICES))
-    body = request.body
+    body = parse_body(kind, raw)
+    num_choices = max(_count(raw.get(name)) for name in _CHOICES)
+    kept = raw if any(endpoint.upstream is None for endpoint in wanted.slug.endpoints) else {}
+    request = SlugRequest(wanted, body, content, PromptSize.of(content, body.said), num_choices, kept)
     if not request.stream and not wanted.slug.config.allow_whole:
         sentence = f"stream must be true for the marketplace slug {wanted.slug.id!r}, got {show(body.stream)}."
         raise InvalidRequest(sentence, "stream")

@@ -24,7 +24,7 @@ def every_error() -> list[Exception]:
                     LimitReached: ("m", 2.0),
                     BudgetExceeded: ("m", 2.0),
                     errors.UpstreamRefused: ("m", "n", "o", 422, "p"),
-                    errors.UpstreamFailed: ("m", 2.0),
+                    errors.UpstreamOverLimit: ("m", 2.0),
                     engine_errors.QueueFull: (5,),
                 }
                 arguments = special.get(kind, ("m", "n", "o")[:count])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.api.record import Outcome
-from tests.support.harness import KEY, RunningEdge
+from tests.support.harness import KEY, OTHER_KEY, RunningEdge
 from tests.support.marketplace.slugs import (
     SLUG,
     THEIR_KEY,
@@ -150,6 +150,21 @@ def test_what_an_upstream_does_not_count_is_estimated(edge: RunningEdge, sell: S
     assert 1000 <= record.prompt_tokens <= 1050
 
 
+def test_usage_that_cannot_be_is_cut_marked_and_logged(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, caplog: pytest.LogCaptureFixture
+) -> None:
+    sell(remote("far", upstream.url))
+    upstream.behaves(Stream(prompt_tokens=10**9))
+    response = ask(edge, stream_options={"include_usage": True})
+    record = last_record(edge)
+    assert (record.is_estimated, record.completion_tokens) == (True, 3)
+    assert 1024 < record.prompt_tokens < 1024 + 500
+    assert edge.events(response)[-2]["usage"]["prompt_tokens"] == record.prompt_tokens
+    assert (
+        f"request_id={record.request_id} slug={SLUG} endpoint=far reports more tokens than there can be" in caplog.text
+    )
+
+
 def test_a_large_event_comes_through(edge: RunningEdge, sell: Sell, upstream: Upstream) -> None:
     sell(remote("far", upstream.url_as("large-event")))
     assert text_of(edge, ask(edge)) == "x" * 1_000_000 + " end"
@@ -185,6 +200,20 @@ def test_what_fails_before_its_first_byte_is_passed_over_and_cools_down(
     assert [item["health"] for item in listed(edge)] == ["cooling", "up"]
     assert endpoint_of(ask(edge)) == "here"
     assert len(upstream.received) == 1
+
+
+@pytest.mark.parametrize("behaviour", ["slow-first-byte", "hang"])
+def test_a_key_whose_requests_are_too_slow_takes_the_endpoint_from_no_other(
+    edge: RunningEdge, sell: Sell, upstream: Upstream, behaviour: str
+) -> None:
+    (key, other) = edge.config["keys"]
+    sell(remote("far", upstream.url), local("here"), changes={"keys": [key, {**other, "models": None}]})
+    upstream.behaves_next(behaviour)
+    for _ in range(3):
+        ask(edge)
+        assert [listed(edge, secret=secret)[0]["health"] for secret in (KEY, OTHER_KEY)] == ["cooling", "up"]
+    assert (endpoint_of(ask(edge)), endpoint_of(ask(edge, key=OTHER_KEY))) == ("here", "far")
+    assert len(upstream.received) == 2
 
 
 @pytest.mark.parametrize("port", [closed_port, silent_port])

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.fake import FakeConfig
+from serve_app.base.errors import LimitReached
 from serve_app.http.app import PREFIXES
+from serve_app.http.usage import Questions
 from serve_app.ledger.record import microseconds
 from tests.serve_app.http.test_openapi import check
 from tests.support.harness import CONTEXT, OTHER_KEY, RunningEdge, config_for, running_edge
@@ -97,6 +99,55 @@ def test_a_date_as_the_end_is_included_and_a_time_is_not(booked: RunningEdge) ->
     assert count("2031-01-31T12:00:00Z", "2031-02-01T00:00:00.000001Z") == 2
     assert count("2031-01-31T13:00:00+01:00", "2031-02-01T01:00:00+01:00") == 1
     assert count("2031-01-31T12:00:00.000001Z", "2031-02-02") == 4
+
+
+def test_a_range_of_times_reads_whole_days_from_their_sums(booked: RunningEdge) -> None:
+    def asked(first: str, last: str) -> list[tuple[str, int]]:
+        rows = usage(booked, **{"from": first, "to": last})["data"]
+        return [(row["day"], row["requests"]) for row in rows]
+
+    assert asked("2031-01-31T12:00:00Z", "2031-02-02T00:00:00.000001Z") == [
+        ("2031-01-31", 1),
+        ("2031-02-01", 2),
+        ("2031-02-02", 1),
+    ]
+    assert asked("2031-02-01T11:00:00Z", "2031-02-02T12:00:00Z") == [("2031-02-01", 1), ("2031-02-02", 1)]
+    assert asked("2031-01-30T11:00:00Z", "2031-01-31T12:00:00.000001Z") == [("2031-01-31", 1)]
+
+
+def test_days_that_are_cut_and_have_too_many_requests_are_refused(
+    booked: RunningEdge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.ledger.ledger.MOST_ROWS", 1)
+    cut = {"from": "2031-02-01T00:00:00.000001Z", "to": "2031-02-03"}
+    assert usage(booked, **cut)["total"]["requests"] == 3
+    with booked.http() as client:
+        response = client.get("/usage", params={**cut, "to": "2031-02-02T13:00:00Z"})
+    words = "the days that they cut must have at most 200000 requests of this key"
+    message = f"from and to must be dates, or {words}; there are more."
+    assert (response.status_code, response.json()) == (400, error(message, param="from"))
+    assert usage(booked)["total"]["requests"] == 5
+
+
+def test_a_question_is_admitted_as_other_requests_are(booked: RunningEdge) -> None:
+    (key, other) = booked.config["keys"]
+    booked.reconfigure(keys=[{**key, "limits": {"requests_per_minute": 2}}, other])
+    with booked.http() as client:
+        statuses = [client.get("/usage").status_code for _ in range(3)]
+        refused = client.get("/usage")
+    booked.reconfigure()
+    assert statuses == [200, 200, 429]
+    assert refused.json()["error"]["message"] == "This key may use 2 requests per minute; they are used up."
+    assert int(refused.headers["retry-after"]) > 1
+
+
+def test_a_key_asks_twice_at_a_time() -> None:
+    questions = Questions()
+    refused = pytest.raises(LimitReached, match="may ask for its usage 2 times at a time")
+    with questions.admit("a"), questions.admit("a"), questions.admit("b"), refused, questions.admit("a"):
+        pass
+    with questions.admit("a"), questions.admit("a"):
+        pass
 
 
 def test_without_a_range_it_is_this_month(booked: RunningEdge) -> None:

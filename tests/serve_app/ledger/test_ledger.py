@@ -9,10 +9,12 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import select
 
 from serve_app.base.errors import ConfigRefused, LedgerUnavailable
@@ -185,12 +187,29 @@ def test_what_waits_is_written_at_the_end(tmp_path: Path) -> None:
     assert list((tmp_path / "spool").iterdir()) == []
 
 
-def test_what_comes_after_the_end_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_comes_after_the_end_is_for_the_next_one(tmp_path: Path) -> None:
+    """Requests that end while the service stops."""
+    with open_ledger(tmp_path) as ledger:
+        ledger.append(usage_record(cost=1))
+    for cost in (10, 100):
+        ledger.append(usage_record(cost=cost))
+    assert (ledger.report.counters.dropped, spooled(tmp_path)) == (0, 2)
+    with open_ledger(tmp_path) as following:
+        eventually(lambda: following.report.counters.adopted == 2)
+        assert amounts(following._database).cost == 111
+    assert list(tmp_path.glob("spool/*")) == []
+
+
+def test_what_comes_after_the_end_and_finds_no_disk_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with open_ledger(tmp_path) as ledger:
         pass
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("no folder")
     ledger.append(usage_record())
     assert ledger.report.counters.dropped == 1
-    assert list((tmp_path / "spool").iterdir()) == []
+    assert "records are dropped, the spool fails after the end: ledger.directory must be a folder" in caplog.text
 
 
 def test_two_ledgers_of_one_folder_leave_each_other_alone(tmp_path: Path) -> None:
@@ -406,6 +425,23 @@ def test_sums_are_those_of_the_records_however_they_are_grouped(database: Databa
     of_one = sum_up(database, ("endpoint",), EVERYTHING, "a")
     assert {row.group: row.amounts.requests for row in of_one} == {("",): 2, ("far",): 2}
     assert sum_up(database, ("key",), EVERYTHING, "nobody") == []
+
+
+MOMENTS = st.datetimes(datetime(2031, 1, 1), datetime(2031, 1, 4)).map(lambda moment: moment.replace(tzinfo=UTC))
+BOUNDS = MOMENTS | MOMENTS.map(lambda moment: moment.replace(hour=0, minute=0, second=0, microsecond=0))
+
+
+@given(st.lists(st.none() | BOUNDS, min_size=2, max_size=2), BOUNDS)
+def test_a_moment_of_a_range_is_in_exactly_one_of_its_parts(bounds: list[datetime | None], moment: datetime) -> None:
+    start, end = bounds
+    within = Range(start, end) if start is None or end is None or start < end else Range(end, start)
+    days, cut = within.parts()
+    assert all(bound is None or bound.time() == time() for part in [days] if part for bound in (part.start, part.end))
+    assert sum(contains(part, moment) for part in [*([days] if days else []), *cut]) == contains(within, moment)
+
+
+def contains(within: Range, moment: datetime) -> bool:
+    return (within.start is None or within.start <= moment) and (within.end is None or moment < within.end)
 
 
 def test_ranges_of_days_and_of_times_have_their_first_moment_and_not_their_last(database: Database) -> None:

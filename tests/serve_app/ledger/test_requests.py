@@ -26,6 +26,8 @@ pytest_plugins = ("tests.support.edge_fixtures", "tests.support.ledger.ledger_fi
 PRICE = {"prompt": 0.1, "cached": "0.02", "completion": 0.4}
 PER_PROMPT, PER_CACHED, PER_COMPLETION = 100_000, 20_000, 400_000  # 10^-12 USD
 
+STREAMED = {"model": BASE, "prompt": "hi", "stream": True}
+
 
 def priced(model_folders: dict[str, str], **ledger: Any) -> dict[str, Any]:
     config = config_for(model_folders)
@@ -224,6 +226,28 @@ def test_an_orderly_end_writes_all(model_folders: dict[str, str], tmp_path: Path
     assert spooled(tmp_path) == 0
     with open_ledger(tmp_path) as ledger:
         assert total(sum_up(ledger._database, ("key",), Range())).requests == 1
+
+
+@pytest.mark.parametrize("ends_before_the_ledger", [True, False])
+def test_requests_under_way_when_the_service_stops_are_booked(
+    model_folders: dict[str, str], tmp_path: Path, ends_before_the_ledger: bool
+) -> None:
+    config = priced(model_folders, directory=str(tmp_path), write_interval_s=3600)
+    with running_edge(config, FakeConfig(vocab_size=512, context_length=CONTEXT)) as edge:
+        edge.script.says_and_hangs("abc", edge.engine)
+        with edge.http() as client, client.stream("POST", "/completions", json={**STREAMED}) as response:
+            received = response.iter_text()
+            while '"c"' not in next(received):
+                pass
+            if not ends_before_the_ledger:
+                assert edge.service.ledger is not None
+                edge.service.ledger.close()
+            edge.run(edge.service.close())
+            edge.engine.resume()
+    with open_ledger(tmp_path) as ledger:
+        eventually(lambda: ledger.is_up and not spooled(tmp_path))
+        found = total(sum_up(ledger._database, ("key",), Range()))
+    assert (found.requests, found.prompt_tokens, found.completion_tokens) == (1, 2, 3)
 
 
 # --- changes of the configuration ---

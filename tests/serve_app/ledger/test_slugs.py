@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from engines.fake import FakeConfig
+from serve_app.config.marketplace import TokenBounds
 from serve_app.ledger import schema
 from tests.support.harness import BASE, CONTEXT, RunningEdge, config_for, running_edge
 from tests.support.ledger.usage_records import INTERVAL_S, written
@@ -19,6 +20,7 @@ from tests.support.waiting import eventually
 
 pytest_plugins = ("tests.support.edge_fixtures", "tests.support.marketplace.slug_fixtures")
 
+TEMPLATE = TokenBounds().template
 CHEAP, DEAR = {"prompt": 1, "completion": 2}, {"prompt": 3, "completion": 5}
 
 
@@ -124,8 +126,51 @@ def test_every_choice_that_an_upstream_may_make_is_held(
         eventually(lambda: upstream.received)
         cost = held(sold)
         asking.result()
-    num_prompt = len(json.dumps(body)) // 4
-    assert abs(cost - most * 2_000_000 - num_prompt * 1_000_000) <= 10_000_000
+    text = json.dumps(body, separators=(",", ":"))
+    num_prompt = len(text) + text.count(",") + text.count(":") + TEMPLATE
+    assert cost == most * 2_000_000 + num_prompt * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "most"),
+    [
+        ({}, {}, (None, 32_768)),
+        ({"reply": 900}, {}, (None, 900)),
+        ({"reply": 900}, {"n": 3}, (None, 2700)),
+        ({"reply": 900, "context": 600}, {}, (600, 600)),
+        ({"context": 600}, {"max_tokens": 5000}, (600, 600)),
+        ({"template": 1}, {"max_tokens": 7}, (None, 7)),
+    ],
+)
+def test_a_request_holds_what_its_endpoint_can_make_of_it(
+    sold: RunningEdge, upstream: Upstream, tokens: dict[str, int], fields: dict[str, Any], most: tuple[int | None, int]
+) -> None:
+    sold.reconfigure(marketplace={"slugs": [slug(remote("far", upstream.url, price=CHEAP, tokens=tokens))]})
+    upstream.behaves("hang")
+    body = {"model": SLUG, "prompt": "!" * 2000, "stream": True, **fields}
+    text = json.dumps(body, separators=(",", ":"))
+    with ThreadPoolExecutor(1) as others:
+        asking = others.submit(sold.post, "/completions", **body)
+        eventually(lambda: upstream.received)
+        cost = held(sold)
+        asking.result()
+    num_prompt, num_reply = most
+    if num_prompt is None:
+        num_prompt = len(text) + text.count(",") + text.count(":") + tokens.get("template", TEMPLATE)
+    assert cost == num_prompt * 1_000_000 + num_reply * 2_000_000
+
+
+def test_a_dense_prompt_holds_all_that_its_upstream_counts(sold: RunningEdge, upstream: Upstream) -> None:
+    """Its budget is passed by one request at most: the second of two at the same time is refused."""
+    (key, *others) = sold.config["keys"]
+    sold.reconfigure(keys=[{**key, "limits": {"tokens_per_day": 4000}}, *others])
+    upstream.behaves("hang")
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask, sold, prompt="!?" * 2000, max_tokens=1)
+        eventually(lambda: upstream.received)
+        refused = ask(sold, prompt="!?" * 2000, max_tokens=1)
+        asking.result()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "budget_exceeded")
 
 
 def test_a_chat_holds_the_larger_of_its_limits(sold: RunningEdge, upstream: Upstream) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from serve_app.base.errors import NoEndpoint
 from serve_app.config.marketplace import EndpointConfig, SlugConfig
 from serve_app.marketplace.choice import PriceOptions, order
-from serve_app.marketplace.health import Health
 from serve_app.marketplace.recent import Recent
+from serve_app.marketplace.shared_health import SharedHealth
 from serve_app.marketplace.slugs import Endpoint, Slug, Wanted
 
 
@@ -21,7 +21,7 @@ def endpoint(name: str, prompt: float = 1, completion: float = 1, weight: float 
     """Its clock stands still: cases of parametrised tests are made long before they run."""
     price = {"prompt": prompt, "completion": completion}
     config = EndpointConfig.model_validate({"name": name, "model": "m", "price": price, "weight": weight})
-    return Endpoint(config, None, Health(clock=lambda: 0.0))
+    return Endpoint(config, None, SharedHealth(clock=lambda: 0.0))
 
 
 def wanted(*endpoints: Endpoint, pinned: int | None = None) -> Wanted:
@@ -31,14 +31,17 @@ def wanted(*endpoints: Endpoint, pinned: int | None = None) -> Wanted:
 
 
 def cool(endpoint: Endpoint) -> Endpoint:
-    attempt = endpoint.health.begin()
+    attempt = endpoint.health.begin("mine")
     assert attempt is not None
     attempt.failed()
     return endpoint
 
 
 def names(what: Wanted, options: PriceOptions = PriceOptions(), key: str = "", down: str = "") -> list[str]:  # noqa: B008
-    return [each.name for each in order(what, options, key, lambda each: each.name not in down)]
+    def is_up(each: Endpoint) -> bool:
+        return each.name not in down and each.health.is_available_for("mine")
+
+    return [each.name for each in order(what, options, key, is_up)]
 
 
 def limits(prompt: str | None = None, completion: str | None = None, **more: Any) -> PriceOptions:

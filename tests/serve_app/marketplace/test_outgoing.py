@@ -77,7 +77,9 @@ def test_no_other_spelling_of_a_field_reaches_an_upstream_that_would_take_it(nam
     assert sent(f'{{"{name}":"b","model":"a","MODELS":1}}') == sent(text)
 
 
-@pytest.mark.parametrize("name", ["stream", "max_tokens", "max_completion_tokens", "n", "best_of"])
+@pytest.mark.parametrize(
+    "name", ["stream", "max_tokens", "max_completion_tokens", "n", "best_of", "messages", "prompt"]
+)
 @pytest.mark.parametrize("spell", [str, str.upper, str.capitalize, lambda name: name.replace("s", "\u017f")])
 def test_an_upstream_reads_once_what_the_service_reads(name: str, spell: Callable[[str], str]) -> None:
     before, after = (f'"{spell(name)}":9', f'"{name}":1')

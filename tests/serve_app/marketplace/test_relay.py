@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from serve_app.base.errors import UpstreamLost
 from serve_app.base.json_structure import members
+from serve_app.marketplace.bounds import Bounds
 from serve_app.marketplace.events import Event, Events
 from serve_app.marketplace.relay import Relay, Used
 from serve_app.marketplace.secret import Secret
@@ -18,11 +19,12 @@ from tests.support.files.json_texts import OBJECTS, VALUES, spelled
 SECRET = 'sk-1/"2\\3'
 USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
 COUNTED = Used(9, 0, 3)
+BOUNDS = Bounds(guessed_prompt=11, prompt=41, completion=50)
 DONE = Event(b"[DONE]")
 
 
 def relay(*, wants_usage: bool = False, secret: str | None = None) -> Relay:
-    return Relay("acme/tri", prompt_bytes=41, wants_usage=wants_usage, secret=secret)
+    return Relay("acme/tri", BOUNDS, wants_usage=wants_usage, secret=Secret(secret))
 
 
 def chunk(text: str = " a", finish: str | None = None, **more: Any) -> dict[str, Any]:
@@ -71,6 +73,41 @@ def test_a_chunk_keeps_its_bytes_except_for_model_and_usage(other: dict[str, Any
     usage = before.pop("usage", None)
     assert after.pop("usage", None) is None if usage is None or not wants else after.pop("usage").strip() == b"null"
     assert after == before
+
+
+TEXTS = st.sampled_from(["a", " b", "theirs", "cmpl-1", '"', "\\", "\n", "é", "", SECRET, "sk-1/", "text", "stop", "}"])
+ALIKE = st.tuples(TEXTS, st.sampled_from(["", "", "", "stop"]), st.sampled_from([{}, {}, {"usage": None}, {"x": 1}]))
+SHAPES_OF_TEXT = st.sampled_from(["text", "content", "reasoning", "other"])
+
+
+def spelled_alike(text: str, finish: str, more: Any, name: str, ascii_only: bool, blank: str) -> bytes:
+    value = chunk(text, finish or None, **more)
+    if name != "text":
+        value["choices"] = [{"index": 0, "delta": {name: text}, "finish_reason": finish or None}]
+    return json.dumps(value, separators=("," + blank, ":" + blank), ensure_ascii=ascii_only).encode()
+
+
+@given(st.lists(ALIKE, max_size=8), SHAPES_OF_TEXT, st.booleans(), st.sampled_from(["", " "]), st.booleans())
+def test_an_event_that_is_like_the_last_one_means_what_it_means_alone(
+    values: list[Any], name: str, ascii_only: bool, blank: str, wants: bool
+) -> None:
+    events = [Event(spelled_alike(*value, name, ascii_only, blank)) for value in values]
+    alone = [relay(wants_usage=wants, secret="sk-1/2345") for _ in events]
+    using = relay(wants_usage=wants, secret="sk-1/2345")
+    assert [using.pass_on([each]) for each in events] == [
+        own.pass_on([each]) for own, each in zip(alone, events, strict=True)
+    ]
+    assert using.used.completion == sum(own.used.completion for own in alone)
+    assert using.finish_reason == next((value[1] for value in reversed(values) if value[1]), "")
+
+
+def test_the_key_and_what_is_no_json_are_found_in_an_event_like_the_last_one_too() -> None:
+    using = relay(secret="sk-upstream-key")
+    using.pass_on([event(chunk("a"))])
+    assert b"upstream-key" not in using.pass_on([event(chunk("my sk-upstream-key"))])
+    using.pass_on([event(chunk("a"))])
+    with pytest.raises(UpstreamLost):
+        using.pass_on([Event(event(chunk("@")).data.replace(b"@", b"\xff"))])
 
 
 @pytest.mark.parametrize(
@@ -133,6 +170,41 @@ def test_without_usage_tokens_are_estimated_from_what_came(usage: Any) -> None:
     assert chunks[-1]["choices"] == []
     if not usage:
         assert chunks[-1]["usage"]["total_tokens"] == 13
+
+
+COUNTS = st.integers(0, 100) | st.integers(0, 2**31 - 1)
+
+
+@given(prompt=COUNTS, completion=COUNTS, cached=COUNTS, reasoning=COUNTS, wants=st.booleans(), own=st.booleans())
+def test_no_more_is_believed_than_the_request_can_have_used(
+    prompt: int, completion: int, cached: int, reasoning: int, wants: bool, own: bool
+) -> None:
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    last = [{**chunk(), "choices": [], "usage": usage}] if own else [chunk("", "stop", usage=usage)]
+    chunks, used = relayed(chunk(), chunk("", "stop"), *last, wants_usage=wants)
+    is_true = prompt <= BOUNDS.prompt and completion <= BOUNDS.completion
+    assert (used.prompt, used.completion) == (min(prompt, BOUNDS.prompt), min(completion, BOUNDS.completion))
+    assert (used.cached, used.reasoning) == (min(cached, used.prompt), min(reasoning, used.completion))
+    assert used.is_estimated is not is_true
+    if wants:
+        assert chunks[-1]["usage"] == (usage if is_true else used.shown)
+
+
+def test_what_came_is_believed_beyond_the_limit_that_was_asked_for() -> None:
+    """An upstream may not know the field that the caller has used."""
+    texts = [chunk(f" {number}") for number in range(BOUNDS.completion + 9)]
+    usage = {"prompt_tokens": 9, "completion_tokens": len(texts)}
+    assert relayed(*texts, chunk("", "stop", usage=usage))[1] == Used(9, 0, len(texts))
+
+
+def test_a_whole_reply_with_too_much_usage_shows_what_is_counted() -> None:
+    using = relay()
+    usage = {"prompt_tokens": 9, "completion_tokens": 51, "x": 1}
+    shown = json.loads(using.whole(json.dumps(chunk("a", "stop", usage=usage)).encode()))["usage"]
+    assert (using.is_doubtful, using.used) == (True, Used(9, 0, 50, 0, is_estimated=True))
+    assert shown == using.used.shown
 
 
 @pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning", "tool_calls"])

@@ -64,7 +64,7 @@ def test_an_unknown_endpoint_is_said(requested: str, sentence: str) -> None:
 def test_health_measurements_and_connections_survive_a_change_of_something_else() -> None:
     before = marketplace(HERE, far())
     for endpoint in endpoints(before).values():
-        attempt = endpoint.health.begin()
+        attempt = endpoint.health.begin("mine")
         assert attempt is not None
         attempt.failed()
         endpoint.recent.saw_first_token(1.5)
@@ -73,8 +73,8 @@ def test_health_measurements_and_connections_survive_a_change_of_something_else(
     assert after["far"].price.prompt == 9
     assert after["far"].upstream is endpoints(before)["far"].upstream
     for name in ("far", "here"):
-        assert (after[name].health.state, after[name].recent.first_token_s) == (HealthState.COOLING, 1.5)
-    assert (after["new"].health.state, after["new"].recent.first_token_s) == (HealthState.UP, None)
+        assert (after[name].health.state_for("mine"), after[name].recent.first_token_s) == (HealthState.COOLING, 1.5)
+    assert (after["new"].health.state_for("mine"), after["new"].recent.first_token_s) == (HealthState.UP, None)
 
 
 @pytest.mark.parametrize("change", [{"url": "https://other.example/v1"}, {"model": "n"}, {"idle_timeout_s": 5.0}])

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from serve_app.base.errors import UpstreamFailed, UpstreamLost, UpstreamRefused
-from serve_app.config.marketplace import UpstreamConfig
+from serve_app.config.marketplace import TokenBounds, UpstreamConfig
+from serve_app.marketplace.bounds import Bounds, PromptSize
 from serve_app.marketplace.outgoing import outgoing
 from serve_app.marketplace.relay import Relay, Used
+from serve_app.marketplace.secret import Secret
 from serve_app.marketplace.upstream import Upstream
 from tests.support.marketplace.upstream import Received, running_upstream
 from tests.support.marketplace.upstream import Upstream as Server
@@ -40,7 +42,8 @@ class Client:
     """What a client got so far."""
 
     def __init__(self, *, wants_usage: bool = False) -> None:
-        self.relay = Relay("acme/tri", prompt_bytes=len(BODY), wants_usage=wants_usage, secret=KEY)
+        bounds = Bounds.of(PromptSize.of(BODY, ()), None, 1, TokenBounds())
+        self.relay = Relay("acme/tri", bounds, wants_usage=wants_usage, secret=Secret(KEY))
         self.got = b""
 
     async def ask(self, using: Upstream) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from serve_app.api.record import RequestRecord
-from serve_app.marketplace.health import Health
+from serve_app.marketplace.shared_health import SharedHealth
 from serve_app.marketplace.slugs import Endpoint
 from tests.support.harness import BASE, KEY, RunningEdge
 
@@ -89,7 +89,7 @@ def under_clock(edge: RunningEdge) -> ManualClock:
     clock = ManualClock()
 
     def clocked(endpoint: Endpoint) -> Endpoint:
-        return replace(endpoint, health=Health(clock))
+        return replace(endpoint, health=SharedHealth(clock))
 
     marketplace = edge.service.settings.marketplace
     slugs = {
