@@ -19,6 +19,7 @@ from serve_app.config.autoscaling import Autoscaling
 from serve_app.config.images import parse_image_args
 from serve_app.config.model import ModelArgs, parse_model_args
 from serve_app.deployments.ingress import Ingress
+from serve_app.deployments.metrics import ImageMetrics
 from serve_app.deployments.replica import Replica
 from serve_app.images.deployment import ImagePreprocessor
 from serve_app.images.over_ray import IMAGE_DEPLOYMENT
@@ -115,7 +116,7 @@ def images(args: dict[str, object]) -> Application:
         **_scaling(parsed.replicas, parsed.replicas.target),
         **_lifecycle(parsed.graceful_shutdown_timeout_s),
     )
-    return preprocessor.bind(parsed)
+    return preprocessor.bind(parsed, ImageMetrics)
 
 
 @contextmanager

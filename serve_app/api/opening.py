@@ -121,7 +121,9 @@ async def open_request(
     await ticket.reserve(len(generate.prompt_token_ids), prepared.asked_tokens, generate.sampling.max_tokens)
     affinity = affinity_of(prepared.prompt_cache_key, generate)
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
-    async with open_generation(deltas, edge.limits.first_token_timeout_s) as generation:
+    gaps = edge.gaps_of(target.model.id)
+    async with open_generation(deltas, edge.limits.first_token_timeout_s, gaps) as generation:
+        ticket.record.began(generation.first.timing)
         yield Answer(
             stream=bool(body.stream),
             generation=generation,

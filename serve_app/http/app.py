@@ -216,6 +216,7 @@ class Handlers:
             service.replicas,
             service.workers,
             self._edge,
+            service.recorder.gaps_of,
             settings.images,
         )
 

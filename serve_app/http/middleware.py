@@ -26,7 +26,8 @@ from serve_app.http.sse import send_failure
 logger = logging.getLogger(__name__)
 
 LIVENESS_PATHS = ("/healthz", "/health", "/ping")  # the others are probe paths of other servers
-OPEN_PATHS = frozenset({*LIVENESS_PATHS, "/readyz", "/version", "/openapi.json"})
+PROBE_PATHS = frozenset({*LIVENESS_PATHS, "/readyz"})
+OPEN_PATHS = frozenset({*PROBE_PATHS, "/version", "/openapi.json"})
 _MAX_QUOTED_CHARACTERS = 1024
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -72,7 +73,7 @@ class Identify:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            record = RequestRecord("", scope["method"], scope["path"])
+            record = RequestRecord("", scope["method"], scope["path"], is_probe=scope["path"] in PROBE_PATHS)
             exchange = Exchange(scope, receive, send, record, time.monotonic())
             asked = exchange.header(b"x-request-id") or ""
             record.request_id = asked if _SANE_ID.fullmatch(asked) else uuid.uuid4().hex

@@ -1,9 +1,12 @@
 """The Serve deployment that prepares images, on CPUs and in its own processes."""
 
+from collections.abc import Callable
+
 from serve_app.base.logs import join_serve_logs
 from serve_app.base.without_torch import do_without_torch
 from serve_app.config.images import ImageArgs
 from serve_app.images.prepared import ImageOrder, PreparedImages
+from serve_app.images.recorder import ImageRecorder
 
 
 class ImagePreprocessor:
@@ -11,7 +14,7 @@ class ImagePreprocessor:
     retry needs.
     """
 
-    def __init__(self, args: ImageArgs) -> None:
+    def __init__(self, args: ImageArgs, open_recorder: Callable[[], ImageRecorder]) -> None:
         do_without_torch()
         # Imported here, so that the process that builds the application does not load transformers.
         from serve_app.images.fetch import Fetcher
@@ -19,7 +22,9 @@ class ImagePreprocessor:
 
         join_serve_logs()
         fetcher = Fetcher(timeout_s=args.fetch_timeout_s)
-        self._preprocessor = Preprocessor(threads=args.threads, cache_bytes=args.cache_bytes, fetcher=fetcher)
+        self._preprocessor = Preprocessor(
+            threads=args.threads, cache_bytes=args.cache_bytes, fetcher=fetcher, recorder=open_recorder()
+        )
 
     async def prepare(self, order: ImageOrder) -> PreparedImages:
         return await self._preprocessor.prepare(order)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.deployments.metrics import EngineMetrics, Exporter, IngressMetrics
+from serve_app.deployments.metrics import EngineMetrics, Exporter, ImageMetrics, IngressMetrics
 from tests.support.readable_metrics import ReadableMetrics
 from tests.support.readme_blocks import ROOT, environment
 from tests.support.watching import WATCH, alerts, boards, expressions, grafana, metrics_in, start, tool
@@ -46,6 +46,7 @@ def exported() -> set[str]:
     exporter = Exporter(counters.exporter.counter, gauges.exporter.gauge, histograms.exporter.histogram)
     IngressMetrics(exporter)
     EngineMetrics("m", exporter)
+    ImageMetrics(exporter)
     return (
         {f"ray_{name}_total" for name in counters.metrics}
         | {f"ray_{name}" for name in gauges.metrics}

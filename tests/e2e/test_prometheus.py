@@ -32,6 +32,8 @@ SILENT = {
     "ray_roundhouse_engine_preemptions_total",
     "ray_roundhouse_engine_failed_requests_total",
     "ray_roundhouse_engine_aborted_total",
+    "ray_roundhouse_images_total",
+    "ray_roundhouse_image_seconds_sum",
     "ray_roundhouse_checkpoint_fetches_total",
     "ray_roundhouse_checkpoint_evictions_total",
 }
@@ -88,6 +90,7 @@ def traffic(service: Service) -> None:
     asked = [MODEL, MODEL, DEMO, *CHECKPOINTS, *CHECKPOINTS, REFUSED, "unknown/model"]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda model: ask(sdk, model), asked))
+    assert service.is_ready()
 
 
 def ask(sdk: openai.OpenAI, model: str) -> None:
