@@ -153,7 +153,7 @@ SERVICE = Board(
                 {"{{section}}": "max by (section) (ray_roundhouse_config_error)"},
                 about="The log and /readyz name them.",
             ),
-            Panel("Nodes that are scraped", {"nodes": 'sum(up{job="ray"})'}),
+            Panel("Nodes that are scraped", {"nodes": 'sum(ray_roundhouse_node_up) or sum(up{job="ray"})'}),
         ],
     },
 )

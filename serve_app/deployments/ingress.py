@@ -13,6 +13,7 @@ from serve_app.config.api import ApiArgs
 from serve_app.config.ledger import LedgerConfig
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.deployments.metrics import IngressMetrics
+from serve_app.deployments.node_metrics import NodeMetrics
 from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
 from serve_app.images.over_ray import RayImages
@@ -50,12 +51,14 @@ class Ingress:
         if self._listener is not None:
             self._status_requests = StatusRequests(REPLICA_REPORTS, self._replicas.ask_for_status)
         self._metrics = IngressMetrics()
+        self._node_metrics = NodeMetrics()
         self._service = Service(
             self._replicas,
             self._open_store,
             open_images=_open_images,
             open_ledger=self._open_ledger,
             recorder=self._metrics,
+            read_metrics=self._node_metrics.read,
             max_requests=self._args.max_ongoing_requests,
         )
         return build_http_app(self._service)
@@ -92,6 +95,7 @@ class Ingress:
             change.cancel()
         if self._status_requests is not None:
             await self._status_requests.close()
+        await self._node_metrics.close()
         await self._replicas.close()
         await self._watch.close()
         if self._listener is not None:

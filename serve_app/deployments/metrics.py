@@ -372,7 +372,7 @@ def _endpoint(path: str) -> str:
         return "chat" if path.endswith("/chat/completions") else last
     if "/models" in path:
         return "models"
-    return last if last in ("usage", "version", "openapi.json") else OTHER
+    return last if last in ("usage", "version", "openapi.json", "metrics") else OTHER
 
 
 def _add(counter: metrics.Counter, amount: float, tags: dict[str, str]) -> None:

@@ -53,6 +53,8 @@ from serve_app.http.usage import send_usage
 logger = logging.getLogger(__name__)
 
 PREFIXES = ("/v1", "/services/tinker-prod/oai/api/v1")
+METRICS_PATH = "/metrics"
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/usage")  # what ends in two of them means the first
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -66,6 +68,7 @@ def build_http_app(service: Service) -> Starlette:
         _route("GET", "/version", handlers.version),
         _route("GET", "/readyz", handlers.readyz),
         _route("GET", "/openapi.json", handlers.openapi),
+        _route("GET", METRICS_PATH, handlers.metrics),
     ]
     for prefix in PREFIXES:
         routes += [
@@ -120,6 +123,12 @@ class Handlers:
         if self._described is None or self._described[0] != limits:
             self._described = limits, await self._service.workers.run(DESCRIBE_US, describe_api, limits)
         await exchange.send_content(200, self._described[1])
+
+    async def metrics(self, exchange: Exchange) -> None:
+        if not exchange.caller.reads_metrics or self._service.read_metrics is None:
+            raise NotFound(f"There is no path {METRICS_PATH!r} for this key.")
+        content = await self._service.read_metrics()
+        await exchange.send_content(200, content, {"content-type": _METRICS_TYPE})
 
     async def models(self, exchange: Exchange) -> None:
         asked = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("checkpoints", [""])[0]

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -62,14 +62,17 @@ class Service:
         open_images: Callable[[ImagesConfig], Images] | None = None,
         open_ledger: Callable[[LedgerConfig], Ledger] = Ledger.of,
         recorder: Recorder | None = None,
+        read_metrics: Callable[[], Awaitable[bytes]] | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
         max_requests: int = MAX_REQUESTS,
     ) -> None:
         """`open_checkpoints` and `open_ledger` are called in a thread; the service closes what they open.
-        `keep_alive_s`: a stream without output for this long gets a comment. `max_requests`: how many run at a time.
+        `read_metrics`: of the whole service, in Prometheus' text format. `keep_alive_s`: a stream without output for
+        this long gets a comment. `max_requests`: how many run at a time.
         """
         self.replicas = replicas
         self.recorder: Recorder = recorder or NullRecorder()
+        self.read_metrics = read_metrics
         self.keep_alive_s = keep_alive_s
         self.limiter = Limiter()
         self.budgets = Budgets()
