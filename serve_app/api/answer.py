@@ -130,7 +130,7 @@ def _scores_us(scored: Sequence[Scored]) -> float:
 def new_head(
     prefix: str, target: ResolvedModel, options: ReplyOptions, prompt_token_ids: tuple[int, ...] | None
 ) -> ReplyHead:
-    """A head with a new id, which the engine uses too: ids that callers choose may repeat."""
+    """A head with a new id, which is a part of the engine's too: ids that callers choose may repeat."""
     return ReplyHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), target.requested, options, prompt_token_ids)
 
 

@@ -85,6 +85,7 @@ class Ingress:
         that never had a key would answer 401 to every valid key. So this raises `ConfigRefused`, and Serve shows it as
         the reason of the failed deployment.
         """
+        join_serve_logs()
         REPLICA_REPORTS.controller_called()
         self._metrics.refresh()
         self._service.require_configuration()

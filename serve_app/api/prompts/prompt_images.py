@@ -28,6 +28,7 @@ async def prepare_images(
         limits=_limits(edge.limits),
         total_bytes=edge.limits.image_tensor_bytes,
         fetch=config.fetch_images,
+        request_id=ticket.record.request_id,
     )
     prepared = await edge.images.prepare(order)
     images = accepted(prepared, urls)
