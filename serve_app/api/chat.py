@@ -24,9 +24,12 @@ RENDER_US_PER_BYTE = 1.0
 
 async def prepare_chat(edge: Edge, ticket: Ticket, body: ChatBody, target: ResolvedModel) -> Prepared:
     """Raises `InvalidRequest` or `RenderError`."""
-    cost_us = ticket.body_bytes * VALIDATE_US_PER_BYTE
-    request = await edge.workers.run(cost_us, validate_chat, body, target, edge.limits)
-    prompt = await edge.workers.run(_render_us(request, target, ticket.body_bytes), _render, request, target)
+    during = ticket.record.stages.during
+    with during("validate"):
+        cost_us = ticket.body_bytes * VALIDATE_US_PER_BYTE
+        request = await edge.workers.run(cost_us, validate_chat, body, target, edge.limits)
+    with during("render"):
+        prompt = await edge.workers.run(_render_us(request, target, ticket.body_bytes), _render, request, target)
     filled = await _with_images(edge, ticket, target, request, prompt)
     head = new_head("chatcmpl", target, request.options, filled.token_ids)
     reply = Reply(

@@ -24,8 +24,11 @@ DETOKENIZE_US_PER_TOKEN = 4.0
 
 async def prepare_completion(edge: Edge, ticket: Ticket, body: CompletionBody, target: ResolvedModel) -> Prepared:
     """Raises `InvalidRequest`."""
-    request = validate_completion(body, target, edge.limits)
-    prompt = await _prompt(request, target, edge.workers)
+    during = ticket.record.stages.during
+    with during("validate"):
+        request = validate_completion(body, target, edge.limits)
+    with during("render"):
+        prompt = await _prompt(request, target, edge.workers)
     filled = await _with_images(edge, ticket, target, request, prompt)
     head = new_head("cmpl", target, request.options, None if request.chunks else prompt.token_ids)
     reader = TextReader(

@@ -112,7 +112,9 @@ async def open_request(
     """Raises a `RequestError`, `LimitReached`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before
     it yields.
     """
-    target = await find(edge)
+    stages = ticket.record.stages
+    with stages.during("resolve"):
+        target = await find(edge)
     ticket.record.about(target, streamed=bool(body.stream))
     prepared = await prepare(edge, ticket, body, target)
     generate = prepared.generate
@@ -122,6 +124,7 @@ async def open_request(
     affinity = affinity_of(prepared.prompt_cache_key, generate)
     deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
     gaps = edge.gaps_of(target.model.id)
+    stages.called()
     async with open_generation(deltas, edge.limits.first_token_timeout_s, gaps) as generation:
         ticket.record.began(generation.first.timing)
         yield Answer(

@@ -9,12 +9,14 @@ from typing import Protocol
 
 from engines.interface.protocol import Timing
 from serve_app.api.replies.reply import Reply
+from serve_app.api.stages import Stages
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.checking.refusal import Refusal
 from serve_app.config.price import Price, Tokens
 from serve_app.replicas.token_gaps import TokenGaps
 
 _MAX_ASKED_CHARACTERS = 512
+_ROUTES = ("usage", "version", "openapi.json", "metrics")  # besides those that end in more than a word
 
 
 class Outcome(StrEnum):
@@ -36,9 +38,9 @@ class RequestRecord:
     is a base id of the catalogue, or a remote endpoint's own name for its model; `checkpoint` is a path. Both are empty
     until the request was accepted. `slug` and `endpoint` are set where a marketplace slug was asked for; `passed_over`
     are the endpoints of it that failed before that one was tried. `is_estimated`: an upstream did not report its usage.
-    `timing`: of the engine that answered. `client_s`: how long the client took to read. `is_held`: the key's budget
-    holds an amount for it. `is_probe`: asks only whether the service is there. `id` is random: clients may choose
-    `request_id`.
+    `timing`: of the engine that answered. `traceparent`: the caller's span, as sent. `started_at`: on the monotonic
+    clock. `client_s`: how long the client took to read. `is_held`: the key's budget holds an amount for it. `is_probe`:
+    asks only whether the service is there. `id` is random: clients may choose `request_id`.
     """
 
     request_id: str
@@ -71,6 +73,9 @@ class RequestRecord:
     client_s: float = 0.0
     duration_s: float = 0.0
     is_probe: bool = False
+    traceparent: str = ""
+    started_at: float = 0.0
+    stages: Stages = field(default_factory=Stages)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def about(self, target: ResolvedModel, *, streamed: bool) -> None:
@@ -91,14 +96,25 @@ class RequestRecord:
         self.model, self.streamed, self.is_estimated = model, streamed, True
 
     def began(self, timing: Timing | None) -> None:
-        """Note what the first token waited for."""
+        """Note what the first token waited for, now that it has come."""
         self.timing = timing
+        self.stages.answers(timing)
 
     def pass_over(self) -> None:
         """Note that this endpoint failed before it had sent anything."""
         self.passed_over = (*self.passed_over, self.endpoint)
         self.endpoint = self.model = self.checkpoint = self.adapter_digest = ""
         self.price, self.is_estimated, self.timing = None, False, None
+
+    @property
+    def route(self) -> str:
+        """The endpoint of the API as a word out of few: callers can send any path."""
+        last = self.path.rstrip("/").rpartition("/")[2]
+        if last == "completions":
+            return "chat" if self.path.endswith("/chat/completions") else last
+        if "/models" in self.path:
+            return "models"
+        return last if last in _ROUTES else "other"
 
     @property
     def cost(self) -> Decimal:

@@ -15,7 +15,7 @@ from ray.serve import metrics
 
 from engines.interface.protocol import EngineStats
 from serve_app.config.checking.refusal import SECTIONS, Refusal
-from serve_app.deployments.adapter_labels import OTHER, AdapterLabels
+from serve_app.deployments.adapter_labels import AdapterLabels
 from serve_app.replicas.token_gaps import BOUNDS_S, TokenGaps
 
 if TYPE_CHECKING:  # replicas import this module too, and do not need the catalogue and renderers that a record imports
@@ -209,7 +209,7 @@ class IngressMetrics:
             return
         self._num_running -= 1
         self._running.set(self._num_running)
-        outcome = {"endpoint": _endpoint(record.path), "status": str(record.status), "outcome": record.outcome.value}
+        outcome = {"endpoint": record.route, "status": str(record.status), "outcome": record.outcome.value}
         of_request = {"model": record.model, "key": record.key_name}
         self._requests.inc(1, of_request | outcome)
         self.store.record()
@@ -363,16 +363,6 @@ class ImageMetrics:
 
     def refused(self) -> None:
         self._images.inc(1, {"outcome": "refused"})
-
-
-def _endpoint(path: str) -> str:
-    """The endpoint as a label of few values: callers can send any path."""
-    last = path.rstrip("/").rpartition("/")[2]
-    if last == "completions":
-        return "chat" if path.endswith("/chat/completions") else last
-    if "/models" in path:
-        return "models"
-    return last if last in ("usage", "version", "openapi.json", "metrics") else OTHER
 
 
 def _add(counter: metrics.Counter, amount: float, tags: dict[str, str]) -> None:

@@ -183,10 +183,13 @@ class Handlers:
         self, exchange: Exchange, edge: Edge, ticket: Ticket, operation: Operation[Body]
     ) -> ParsedBody[Body] | SlugRequest:
         """Parse the body. Fields that are not read are dropped, unless an endpoint of a slug may read them."""
-        content = await read_body(exchange, edge.limits, ticket.lease.hold)
+        during = ticket.record.stages.during
+        with during("receive"):
+            content = await read_body(exchange, edge.limits, ticket.lease.hold)
         ticket.body_bytes = len(content)
         cost_us = len(content) * PARSE_US_PER_BYTE
-        return await edge.workers.run(cost_us, parse_request, operation, content, edge, ticket)
+        with during("parse"):
+            return await edge.workers.run(cost_us, parse_request, operation, content, edge, ticket)
 
     def _open(
         self, edge: Edge, ticket: Ticket, operation: Operation[Body], request: ParsedBody[Body] | SlugRequest
@@ -204,6 +207,7 @@ class Handlers:
                 last = await self._send(exchange, answer)
             finally:
                 answer.note(exchange.record)
+                exchange.record.stages.end()
         if answer.stream:
             await exchange.end(last)
         else:

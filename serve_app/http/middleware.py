@@ -75,8 +75,10 @@ class Identify:
         if scope["type"] == "http":
             record = RequestRecord("", scope["method"], scope["path"], is_probe=scope["path"] in PROBE_PATHS)
             exchange = Exchange(scope, receive, send, record, time.monotonic())
+            record.started_at = exchange.started_at
             asked = exchange.header(b"x-request-id") or ""
             record.request_id = asked if _SANE_ID.fullmatch(asked) else uuid.uuid4().hex
+            record.traceparent = exchange.header(b"traceparent") or ""
             log_request(record.request_id)
             scope["exchange"] = exchange
         await self._app(scope, receive, send)
@@ -103,6 +105,7 @@ class Record:
             raise
         finally:
             exchange.finish()
+            record.stages.end()
             record.duration_s = exchange.elapsed_s()
             self._recorder.request_ended(record)
             if scope["path"] not in OPEN_PATHS:

@@ -30,7 +30,8 @@ async def prepare_images(
         fetch=config.fetch_images,
         request_id=ticket.record.request_id,
     )
-    prepared = await edge.images.prepare(order)
+    with ticket.record.stages.during("images"):
+        prepared = await edge.images.prepare(order)
     images = accepted(prepared, urls)
     ticket.hold_images(sum(image.num_bytes for image in images))
     return prepared.frame, images
