@@ -9,7 +9,7 @@ from typing import Protocol
 
 from engines.interface.protocol import Timing
 from serve_app.api.replies.reply import Reply
-from serve_app.api.stages import Stages
+from serve_app.api.stages import NO_STAGES, Stages
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.config.checking.refusal import Refusal
 from serve_app.config.price import Price, Tokens
@@ -75,7 +75,7 @@ class RequestRecord:
     is_probe: bool = False
     traceparent: str = ""
     started_at: float = 0.0
-    stages: Stages = field(default_factory=Stages)
+    stages: Stages = NO_STAGES
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def about(self, target: ResolvedModel, *, streamed: bool) -> None:

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from serve_app.api.record import Recorder, RequestRecord
+from serve_app.api.stages import TimedStages
 from serve_app.base.errors import ConfigRefused
 from serve_app.config.api import TracingConfig
 from serve_app.config.checking.refusal import Refusal
@@ -35,9 +36,7 @@ def _loaded(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as exc:
-        raise ConfigRefused(
-            f"tracing needs {exc.name}, which is not installed: pip install 'roundhouse[tracing]'."
-        ) from exc
+        raise ConfigRefused(f"tracing needs {exc.name}, which is not installed: pip install '.[tracing]'.") from exc
 
 
 class Traced:
@@ -48,6 +47,8 @@ class Traced:
         self._spans = spans
 
     def request_started(self, record: RequestRecord) -> None:
+        if not record.is_probe:
+            record.stages = TimedStages()
         self._recorder.request_started(record)
 
     def request_ended(self, record: RequestRecord) -> None:

@@ -5,15 +5,15 @@ import time
 import pytest
 
 from engines.interface.protocol import Timing
-from serve_app.api.stages import Stages
+from serve_app.api.stages import NO_STAGES, TimedStages
 
 
-def names(stages: Stages) -> list[str]:
+def names(stages: TimedStages) -> list[str]:
     return [stage.name for stage in stages.done]
 
 
 def test_a_stage_lasts_as_long_as_what_is_done_in_it_also_when_that_fails() -> None:
-    stages = Stages()
+    stages = TimedStages()
     before = time.monotonic()
     with stages.during("one"):
         inside = time.monotonic()
@@ -26,7 +26,7 @@ def test_a_stage_lasts_as_long_as_what_is_done_in_it_also_when_that_fails() -> N
 
 @pytest.mark.parametrize("timing", [Timing(0, 0), Timing(1e-9, 0), Timing(0, 1e-9), Timing(3600, 1), Timing(1, 3600)])
 def test_the_way_to_the_first_token_is_parted_without_a_gap(timing: Timing) -> None:
-    stages = Stages()
+    stages = TimedStages()
     before = time.monotonic()
     stages.called()
     stages.answers(timing)
@@ -40,7 +40,7 @@ def test_the_way_to_the_first_token_is_parted_without_a_gap(timing: Timing) -> N
 
 
 def test_of_an_upstream_only_the_way_there_and_its_reply_are_known() -> None:
-    stages = Stages()
+    stages = TimedStages()
     stages.called()
     stages.answers(None)
     stages.end()
@@ -48,8 +48,16 @@ def test_of_an_upstream_only_the_way_there_and_its_reply_are_known() -> None:
 
 
 def test_a_request_that_ends_before_its_first_token_ends_on_its_way_to_a_replica() -> None:
-    stages = Stages()
+    stages = TimedStages()
     stages.called()
     for _ in range(2):
         stages.end()
     assert names(stages) == ["route"]
+
+
+def test_a_request_that_is_not_traced_keeps_nothing() -> None:
+    with NO_STAGES.during("one"):
+        NO_STAGES.called()
+    NO_STAGES.answers(Timing(1, 1))
+    NO_STAGES.end()
+    assert NO_STAGES.done == ()

@@ -78,9 +78,7 @@ def test_packages_of_tracing_that_are_missing_are_named(files, capsys, monkeypat
     missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     monkeypatch.setitem(sys.modules, missing, None)
     files.raw["applications"][0]["args"]["tracing"] = {"endpoint": "http://127.0.0.1:4318/v1/traces"}
-    assert complaints(files, capsys) == [
-        f"tracing needs {missing}, which is not installed: pip install 'roundhouse[tracing]'."
-    ]
+    assert complaints(files, capsys) == [f"tracing needs {missing}, which is not installed: pip install '.[tracing]'."]
 
 
 def test_a_key_that_serve_would_ignore_is_found(files, capsys):

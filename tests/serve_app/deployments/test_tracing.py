@@ -44,6 +44,10 @@ class Tracing(ListRecorder):
         self.spans = Spans(self.exporter, sample=self.sample)
         self._traced = Traced(ListRecorder(), self.spans)
 
+    def request_started(self, record: RequestRecord) -> None:
+        self._traced.request_started(record)
+        super().request_started(record)
+
     def request_ended(self, record: RequestRecord) -> None:
         self._traced.request_ended(record)
         super().request_ended(record)
@@ -147,7 +151,7 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch: pyte
     with pytest.raises(ConfigRefused) as refused:
         require_packages()
     assert str(refused.value) == (
-        f"tracing needs {tracing._EXPORTER}, which is not installed: pip install 'roundhouse[tracing]'."
+        f"tracing needs {tracing._EXPORTER}, which is not installed: pip install '.[tracing]'."
     )
 
 
@@ -175,7 +179,7 @@ class Receiver(BaseHTTPRequestHandler):
 
 
 def test_a_receiver_of_otlp_gets_the_spans() -> None:
-    pytest.importorskip(tracing._EXPORTER, reason="pip install 'roundhouse[tracing]'")
+    pytest.importorskip(tracing._EXPORTER, reason="pip install '.[tracing]'")
     from google.protobuf.json_format import MessageToJson
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
