@@ -1,13 +1,10 @@
 """The spans of requests: which there are, whose children they are, and what they say."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -24,6 +21,7 @@ from serve_app.deployments import tracing
 from serve_app.deployments.spans import Spans
 from serve_app.deployments.tracing import Traced, open_spans, require_packages
 from tests.support.harness import CHAT, CONTEXT, KEY, ListRecorder, RunningEdge, config_for, running_edge
+from tests.support.processes.otlp_receiver import running_receiver
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 
@@ -162,44 +160,14 @@ def test_an_ingress_without_tracing_loads_nothing_of_it() -> None:
     assert done.stdout == "False\n"
 
 
-class Receiver(BaseHTTPRequestHandler):
-    """Takes OTLP over HTTP, and keeps the bodies."""
-
-    bodies: list[tuple[str, bytes]]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.bodies.append((self.path, body))
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 def test_a_receiver_of_otlp_gets_the_spans() -> None:
-    pytest.importorskip(tracing._EXPORTER, reason="pip install '.[tracing]'")
-    from google.protobuf.json_format import MessageToJson
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    Receiver.bodies = []
-    server = HTTPServer(("127.0.0.1", 0), Receiver)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
-        spans = open_spans(TracingConfig(endpoint=endpoint))
+    with running_receiver() as receiver:
+        spans = open_spans(TracingConfig(endpoint=receiver.endpoint))
         spans.add(RequestRecord("mine", "POST", "/v1/completions", started_at=1.0, duration_s=0.25))
         spans.close()
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    ((path, body),) = Receiver.bodies
-    assert path == "/v1/traces"
-    (told,) = json.loads(MessageToJson(ExportTraceServiceRequest.FromString(body)))["resourceSpans"]
+    (export,) = receiver.exports
+    (told,) = export["resourceSpans"]
     assert {"key": "service.name", "value": {"stringValue": "roundhouse"}} in told["resource"]["attributes"]
-    (span,) = told["scopeSpans"][0]["spans"]
+    (span,) = receiver.spans()
     assert span["name"] == "POST completions"
     assert int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]) == 250_000_000
