@@ -29,6 +29,7 @@ from engines.interface.protocol import (
     Output,
     OutputSink,
     SamplingParams,
+    Timing,
     TokenDelta,
     TokenLogprob,
 )
@@ -77,6 +78,8 @@ class _Generation:
     cached_tokens: int = 0
     num_generated: int = 0
     started: bool = False
+    submitted_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
 
     @property
     def num_blocks(self) -> int:
@@ -197,6 +200,7 @@ class FakeEngine:
             adapter_slots_total=config.max_adapters,
             adapter_slots_pinned=len(self._pinned()),
             adapters=tuple(state.adapters),
+            adapters_in_memory=len(state.adapters),
             stalled_s=time.monotonic() - self._last_step_at if busy else 0.0,
             failed=self._loop is None,
             counters=EngineCounters(**asdict(state.counters)),
@@ -251,6 +255,7 @@ class FakeEngine:
                 state.waiting.append(generation)  # every slot is pinned: the others go first
                 continue
             generation.cached_tokens = self._take_from_prefix_cache(generation.request)
+            generation.admitted_at = time.monotonic()
             state.running[generation.request.request_id] = generation
 
     def _step(self, generation: _Generation) -> Iterator[tuple[OutputSink, Output]]:
@@ -328,7 +333,13 @@ def _delta(generation: _Generation, config: FakeConfig) -> TokenDelta:
         finish_reason=finish,
         cached_tokens=generation.cached_tokens if first else 0,
         prompt_logprobs=_prompt_logprobs(request, config) if first else (),
+        timing=_timing(generation) if first else None,
     )
+
+
+def _timing(generation: _Generation) -> Timing:
+    admitted_at = generation.admitted_at
+    return Timing(admitted_at - generation.submitted_at, time.monotonic() - admitted_at)
 
 
 def _prompt_logprobs(request: GenerateRequest, config: FakeConfig) -> tuple[TokenLogprob | None, ...]:

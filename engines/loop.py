@@ -343,6 +343,7 @@ class EngineLoop:
             _finish_reason(token_ids, sequence, sampling.stop_token_ids, sampling.max_tokens),
             cached_tokens=cached,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
+            timing=sequence.timing() if first else None,
         )
 
     def _emit(self, events: Sequence[tuple[TokenSequence, Event]]) -> None:

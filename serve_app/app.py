@@ -20,7 +20,9 @@ from serve_app.config.autoscaling import Autoscaling
 from serve_app.config.images import parse_image_args
 from serve_app.config.model import ModelArgs, parse_model_args
 from serve_app.deployments.ingress import Ingress
+from serve_app.deployments.metrics import ImageMetrics
 from serve_app.deployments.replica import Replica
+from serve_app.deployments.tracing import require_packages
 from serve_app.images.deployment import ImagePreprocessor
 from serve_app.images.over_ray import IMAGE_DEPLOYMENT
 from serve_app.replicas.over_ray import ENGINE_DEPLOYMENT
@@ -56,6 +58,8 @@ def api(args: dict[str, object]) -> Application:
     """The ingress; `args` as in `config.api.ApiArgs`."""
     with _readable_errors():
         parsed = parse_api_args(args)
+        if parsed.tracing is not None:
+            require_packages()
     options = {
         "name": "ingress",
         "num_replicas": parsed.replicas,
@@ -116,7 +120,7 @@ def images(args: dict[str, object]) -> Application:
         **_scaling(parsed.replicas, parsed.replicas.target),
         **_lifecycle(parsed.graceful_shutdown_timeout_s),
     )
-    return preprocessor.bind(parsed)
+    return preprocessor.bind(parsed, ImageMetrics)
 
 
 @contextmanager

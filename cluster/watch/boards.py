@@ -10,21 +10,23 @@ A Grafana file has some forty lines per panel, of which three say what is shown.
 from grafana import Board, Panel, text
 
 _QUANTILES = (0.5, 0.95, 0.99)
-API = 'endpoint!="other"'  # without probes, which fail while a service starts
+API = 'endpoint!="other"'  # without paths that are not there
+ALL_MODELS = 'model=~"$model"'
 STARTS = 'ray_serve_deployment_replica_starts_total{deployment="engine"}'  # a series of each replica, of value 1
 
 
-def rate(metric: str, by: str = "model", where: str = 'model=~"$model"') -> str:
+def rate(metric: str, by: str = "model", where: str = ALL_MODELS) -> str:
     return f"sum by ({by}) (rate({metric}{{{where}}}[$__rate_interval]))"
 
 
-def mean(of: str, per: str, by: str = "model") -> str:
+def mean(of: str, per: str, by: str = "model", where: str = ALL_MODELS) -> str:
     """The growth of one counter per growth of another."""
-    return f"{rate(of, by)} / {rate(per, by)}"
+    return f"{rate(of, by, where)} / {rate(per, by, where)}"
 
 
-def quantiles(histogram: str) -> dict[str, str]:
-    buckets = rate(f"{histogram}_bucket", "le, model")
+def quantiles(buckets: str) -> dict[str, str]:
+    """`buckets`: the metric with the label `le`."""
+    buckets = rate(buckets, "le, model")
     return {f"{{{{model}}}} {quantile:.0%}": f"histogram_quantile({quantile}, {buckets})" for quantile in _QUANTILES}
 
 
@@ -69,8 +71,20 @@ SERVICE = Board(
             ),
         ],
         "Times": [
-            Panel("Time to the first token", quantiles("ray_roundhouse_first_token_seconds"), "s"),
-            Panel("Time to the end of a request", quantiles("ray_roundhouse_request_seconds"), "s"),
+            Panel("Time to the first token", quantiles("ray_roundhouse_first_token_seconds_bucket"), "s"),
+            Panel(
+                "Time in the queue",
+                quantiles("ray_roundhouse_queue_seconds_bucket"),
+                "s",
+                "A part of the time to the first token: until the request has a place in a batch, and its adapter.",
+            ),
+            Panel(
+                "Time from one token to the next",
+                quantiles("ray_roundhouse_inter_token_seconds_bucket_total"),
+                "s",
+                "Tokens that are read together share the time since the last reading.",
+            ),
+            Panel("Time to the end of a request", quantiles("ray_roundhouse_request_seconds_bucket"), "s"),
             Panel(
                 "Time of one step of the engine",
                 {"{{model}}": mean("ray_roundhouse_engine_step_seconds_total", "ray_roundhouse_engine_steps_total")},
@@ -102,7 +116,31 @@ SERVICE = Board(
                 about="Such a reply is returned whole, as text.",
             ),
         ],
+        "Images": [
+            Panel(
+                "Images per second, by what became of them",
+                {"{{outcome}}": rate("ray_roundhouse_images_total", "outcome", "")},
+                about="reused: prepared for an earlier request; refused: the caller's fault.",
+                stacked=True,
+            ),
+            Panel(
+                "Time of one image",
+                {
+                    "{{stage}}": mean(
+                        "ray_roundhouse_image_seconds_sum", "ray_roundhouse_image_seconds_count", "stage", ""
+                    )
+                },
+                "s",
+                "The mean, of downloading and of preparing.",
+            ),
+        ],
         "State": [
+            Panel(
+                "Probes per second",
+                {"{{path}} {{status}}": rate("ray_roundhouse_probes_total", "path, status", "")},
+                "reqps",
+                "They are not among the requests. A service that starts answers /readyz with 503.",
+            ),
             Panel(
                 "Replicas that run",
                 {
@@ -115,7 +153,7 @@ SERVICE = Board(
                 {"{{section}}": "max by (section) (ray_roundhouse_config_error)"},
                 about="The log and /readyz name them.",
             ),
-            Panel("Nodes that are scraped", {"nodes": 'sum(up{job="ray"})'}),
+            Panel("Nodes that are scraped", {"nodes": 'sum(ray_roundhouse_node_up) or sum(up{job="ray"})'}),
         ],
     },
 )
@@ -266,6 +304,23 @@ ADAPTERS = Board(
                 stacked=True,
             ),
             Panel(
+                "Prompt tokens per second, by adapter",
+                {"{{adapter}}": f"topk(10, {rate('ray_roundhouse_adapter_prompt_tokens_total', 'adapter')})"},
+                stacked=True,
+            ),
+            Panel(
+                "Prompt tokens from the prefix cache, by adapter",
+                {
+                    "{{adapter}}": mean(
+                        "ray_roundhouse_adapter_cached_tokens_total",
+                        "ray_roundhouse_adapter_prompt_tokens_total",
+                        "adapter",
+                    )
+                },
+                "percentunit",
+                most=1,
+            ),
+            Panel(
                 "Requests with an adapter, per second, by base model",
                 {"{{model}}": rate("ray_roundhouse_adapter_requests_total")},
                 "reqps",
@@ -292,6 +347,18 @@ ADAPTERS = Board(
                 most=1,
             ),
             Panel("Evictions per second", {"{{model}}": rate("ray_roundhouse_engine_adapter_evictions_total")}),
+        ],
+        "Host memory": [
+            Panel(
+                "Adapters in host memory",
+                {"{{model}}": gauge("ray_roundhouse_engine_adapters_in_memory")},
+                about="Of all replicas. One that lost its slot is put back from here, without reading it again.",
+            ),
+            Panel("Host memory of adapters", {"{{model}}": gauge("ray_roundhouse_engine_adapter_bytes")}, "bytes"),
+            Panel(
+                "Adapters that are being read, or wait for it",
+                {"{{model}}": gauge("ray_roundhouse_engine_adapters_loading")},
+            ),
         ],
         "Loading": [
             Panel("Loads per second", {"{{model}}": rate("ray_roundhouse_engine_adapter_loads_total")}),

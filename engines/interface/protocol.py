@@ -5,7 +5,7 @@ runtime, or the deterministic one in `fake.py`) can run behind the same service.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -108,12 +108,23 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """What a request waited for until its first delta. `queued_s`: until it was admitted to the batch, its adapter's
+    load included. `prefill_s`: from there, also if it was preempted meanwhile.
+    """
+
+    queued_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """What one engine step produced for one request.
 
     `logprobs` has one entry per token if they were requested, else none. `finish_reason` is set on the last delta of a
-    request; with STOP the last token is the stop token. Two fields are set on the first delta only: `cached_tokens`
-    (prompt tokens taken from the prefix cache) and `prompt_logprobs` (one per prompt token, the first None).
+    request; with STOP the last token is the stop token. Three fields are set on the first delta only: `cached_tokens`
+    (prompt tokens taken from the prefix cache), `prompt_logprobs` (one per prompt token, the first None) and `timing`,
+    which does not count when deltas are compared.
     """
 
     token_ids: tuple[int, ...]
@@ -121,6 +132,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    timing: Timing | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +200,8 @@ class EngineStats:
 
     `stalled_s`: seconds since the last finished step while there was work to do, 0 when idle. Readiness depends on it.
     `adapters` holds the digests in device slots, least recently used first. `queued_tokens`: tokens of prompts that
-    have to be computed yet, of waiting and of running requests.
+    have to be computed yet, of waiting and of running requests. `adapters_in_memory` and `adapter_bytes` count the
+    adapters in host memory, those in slots too. `adapters_loading`: those that are read, or wait for it.
     """
 
     running: int = 0
@@ -200,6 +213,9 @@ class EngineStats:
     adapter_slots_total: int = 0
     adapter_slots_pinned: int = 0
     adapters: tuple[str, ...] = ()
+    adapters_in_memory: int = 0
+    adapter_bytes: int = 0
+    adapters_loading: int = 0
     stalled_s: float = 0.0
     failed: bool = False
     counters: EngineCounters = EngineCounters()

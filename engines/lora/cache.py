@@ -114,13 +114,23 @@ class AdapterCache(Generic[Held]):
         return len(self._pins)
 
     @property
+    def num_in_memory(self) -> int:
+        return len(self._host)
+
+    @property
     def host_bytes(self) -> int:
-        return sum(weights.nbytes for weights in self._host.values())
+        """Any thread may ask."""
+        return sum(weights.nbytes for weights in tuple(self._host.values()))
 
     @property
     def num_loading(self) -> int:
         """Loads that are under way."""
         return len(self._loading)
+
+    @property
+    def num_to_load(self) -> int:
+        """Adapters that are being read, or wait for it."""
+        return len(self._loading) + len(self._queue)
 
     @property
     def is_loading(self) -> bool:

@@ -9,6 +9,7 @@ oldest always progresses. There is no deadlock as long as the pool holds one seq
 checks when it starts. When all running places are taken, a waiting tenant gets a place of a tenant that has more.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -272,6 +273,8 @@ class Scheduler:
         self.queue.admit(sequence, sequence.num_pending)
         sequence.num_charged = len(sequence.token_ids)
         sequence.bypassed = 0
+        if sequence.admitted_at is None:
+            sequence.admitted_at = time.monotonic()
         self.running.append(sequence)
 
     def _allocate_prompt(self, sequence: TokenSequence) -> bool:

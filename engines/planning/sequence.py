@@ -1,10 +1,11 @@
 """One generation while the engine works on it."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.interface.protocol import GenerateRequest, Output, OutputSink, TokenLogprob
+from engines.interface.protocol import GenerateRequest, Output, OutputSink, Timing, TokenLogprob
 from engines.planning.block_pool import prefix_hash, salt_hash
 from engines.planning.token_counts import TokenCounts
 
@@ -26,6 +27,7 @@ class TokenSequence:
     - `states`: used by `attention.recurrent`; states of layers, by layer and position.
     - `rope`: used by the vision front end; the prompt's rotary positions, if its images have several axes.
     - `num_kept`: used by the sampler; how many tokens truncation kept in its last draw, 0 for none.
+    - `submitted_at`, `admitted_at`: on the monotonic clock; the second is of its first admission.
     """
 
     request: GenerateRequest
@@ -47,6 +49,8 @@ class TokenSequence:
     states: dict[int, dict[int, Any]] = field(default_factory=dict)
     num_kept: int = 0
     rope: Any = None
+    submitted_at: float = field(default_factory=time.monotonic)
+    admitted_at: float | None = None
 
     @classmethod
     def of(cls, request: GenerateRequest, sink: OutputSink) -> "TokenSequence":
@@ -88,6 +92,12 @@ class TokenSequence:
         """Distinguishes the images with tokens in these places, since all image tokens have the same id."""
         inside = [image for image in self.request.images if image.start < end and start < image.start + image.length]
         return "".join(f"{image.start - start}:{image.digest};" for image in inside)
+
+    def timing(self) -> Timing:
+        """Of its first delta, which is made now."""
+        now = time.monotonic()
+        admitted_at = now if self.admitted_at is None else self.admitted_at
+        return Timing(admitted_at - self.submitted_at, now - admitted_at)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

@@ -22,13 +22,16 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The holder of a valid key. `models` None: the whole catalogue; `owner` None: no private checkpoints."""
+    """The holder of a valid key. `models` None: the whole catalogue; `owner` None: no private checkpoints.
+    `reads_metrics`: those of the service.
+    """
 
     name: str
     models: frozenset[str] | None = None
     owner: str | None = None
     limits: KeyLimits = field(default_factory=KeyLimits)
     budget: Budget = field(default_factory=Budget)
+    reads_metrics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def hash_key(key: str) -> bytes:
 def _caller(config: KeyConfig, defaults: KeyLimits) -> Caller:
     models = None if config.models is None else frozenset(config.models)
     limits = KeyLimits(**defaults.model_dump() | config.limits.model_dump(exclude_unset=True))
-    return Caller(config.name, models, config.owner, limits, _budget(limits))
+    return Caller(config.name, models, config.owner, limits, _budget(limits), config.metrics)
 
 
 def _budget(limits: KeyLimits) -> Budget:

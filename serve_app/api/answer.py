@@ -21,6 +21,7 @@ from serve_app.config.service import LimitsConfig
 from serve_app.images.preparing import Images
 from serve_app.marketplace.slugs import Marketplace
 from serve_app.replicas.generation import Generation, Replicas
+from serve_app.replicas.token_gaps import TokenGaps
 
 US_PER_SCORE = 3.0  # a log-probability of a token, or of an alternative
 _AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning
@@ -29,7 +30,7 @@ _AFFINITY_TOKENS = 64  # enough to tell conversations apart by their beginning
 @dataclass(frozen=True, slots=True)
 class Edge:
     """What a request needs: the catalogue, slugs and limits of one configuration, the replicas, the image
-    preprocessing, and threads. `now`: the same by the configuration of now.
+    preprocessing, and threads. `now`: the same by the configuration of now. `gaps_of`: where a model's tokens count.
     """
 
     catalog: Catalog
@@ -38,6 +39,7 @@ class Edge:
     replicas: Replicas
     workers: Workers
     now: Callable[[], "Edge"]
+    gaps_of: Callable[[str], TokenGaps]
     images: Images | None = None
 
 
@@ -128,7 +130,7 @@ def _scores_us(scored: Sequence[Scored]) -> float:
 def new_head(
     prefix: str, target: ResolvedModel, options: ReplyOptions, prompt_token_ids: tuple[int, ...] | None
 ) -> ReplyHead:
-    """A head with a new id, which the engine uses too: ids that callers choose may repeat."""
+    """A head with a new id, which is a part of the engine's too: ids that callers choose may repeat."""
     return ReplyHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), target.requested, options, prompt_token_ids)
 
 

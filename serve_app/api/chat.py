@@ -13,6 +13,7 @@ from serve_app.api.schema.slug import SlugChatBody
 from serve_app.api.ticket import Ticket
 from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import generate_request, validate_chat
+from serve_app.base.logs import engine_request_id
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.catalog.checkpoint_templates import RENDER_US
 from serve_app.images.preparing import ImagePrompt, fill_placeholders
@@ -23,9 +24,12 @@ RENDER_US_PER_BYTE = 1.0
 
 async def prepare_chat(edge: Edge, ticket: Ticket, body: ChatBody, target: ResolvedModel) -> Prepared:
     """Raises `InvalidRequest` or `RenderError`."""
-    cost_us = ticket.body_bytes * VALIDATE_US_PER_BYTE
-    request = await edge.workers.run(cost_us, validate_chat, body, target, edge.limits)
-    prompt = await edge.workers.run(_render_us(request, target, ticket.body_bytes), _render, request, target)
+    during = ticket.record.stages.during
+    with during("validate"):
+        cost_us = ticket.body_bytes * VALIDATE_US_PER_BYTE
+        request = await edge.workers.run(cost_us, validate_chat, body, target, edge.limits)
+    with during("render"):
+        prompt = await edge.workers.run(_render_us(request, target, ticket.body_bytes), _render, request, target)
     filled = await _with_images(edge, ticket, target, request, prompt)
     head = new_head("chatcmpl", target, request.options, filled.token_ids)
     reply = Reply(
@@ -36,7 +40,9 @@ async def prepare_chat(edge: Edge, ticket: Ticket, body: ChatBody, target: Resol
         separate_reasoning=request.separate_reasoning,
     )
     return Prepared(
-        generate=generate_request(request, filled, target, ticket.caller, request_id=head.id),
+        generate=generate_request(
+            request, filled, target, ticket.caller, request_id=engine_request_id(ticket.record.request_id, head.id)
+        ),
         asked_tokens=request.max_tokens,
         prompt_cache_key=request.prompt_cache_key,
         reply=reply,

@@ -13,6 +13,7 @@ from serve_app.api.schema.slug import SlugCompletionBody
 from serve_app.api.ticket import Ticket
 from serve_app.api.tool_check import ToolCheck
 from serve_app.api.validate import generate_request, validate_completion
+from serve_app.base.logs import engine_request_id
 from serve_app.base.workers import Workers
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.images.preparing import ImagePrompt, ImageUrl, join_chunks
@@ -23,8 +24,11 @@ DETOKENIZE_US_PER_TOKEN = 4.0
 
 async def prepare_completion(edge: Edge, ticket: Ticket, body: CompletionBody, target: ResolvedModel) -> Prepared:
     """Raises `InvalidRequest`."""
-    request = validate_completion(body, target, edge.limits)
-    prompt = await _prompt(request, target, edge.workers)
+    during = ticket.record.stages.during
+    with during("validate"):
+        request = validate_completion(body, target, edge.limits)
+    with during("render"):
+        prompt = await _prompt(request, target, edge.workers)
     filled = await _with_images(edge, ticket, target, request, prompt)
     head = new_head("cmpl", target, request.options, None if request.chunks else prompt.token_ids)
     reader = TextReader(
@@ -34,7 +38,9 @@ async def prepare_completion(edge: Edge, ticket: Ticket, body: CompletionBody, t
         offset=len(prompt.text) if request.echo else 0,
     )
     return Prepared(
-        generate=generate_request(request, filled, target, ticket.caller, request_id=head.id),
+        generate=generate_request(
+            request, filled, target, ticket.caller, request_id=engine_request_id(ticket.record.request_id, head.id)
+        ),
         asked_tokens=request.max_tokens,
         prompt_cache_key=request.prompt_cache_key,
         reply=Reply(

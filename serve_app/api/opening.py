@@ -112,7 +112,9 @@ async def open_request(
     """Raises a `RequestError`, `LimitReached`, `RenderError`, `CheckpointError`, `EngineError` or `ServingError` before
     it yields.
     """
-    target = await find(edge)
+    stages = ticket.record.stages
+    with stages.during("resolve"):
+        target = await find(edge)
     ticket.record.about(target, streamed=bool(body.stream))
     prepared = await prepare(edge, ticket, body, target)
     generate = prepared.generate
@@ -122,7 +124,10 @@ async def open_request(
     affinity = affinity_of(prepared.prompt_cache_key, generate)
     async with edge.catalog.keep(target):
         deltas = edge.replicas.generate(target.deployment, generate, affinity=affinity)
-        async with open_generation(deltas, edge.limits.first_token_timeout_s) as generation:
+        gaps = edge.gaps_of(target.model.id)
+        stages.called()
+        async with open_generation(deltas, edge.limits.first_token_timeout_s, gaps) as generation:
+            ticket.record.began(generation.first.timing)
             yield Answer(
                 stream=bool(body.stream),
                 generation=generation,

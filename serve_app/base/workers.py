@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
 from engines.host.switching import switch_soon
@@ -29,7 +30,8 @@ class Workers:
         if cost_us <= _INLINE_US:
             return function(*args, **kwargs)
         lane = self._common if cost_us <= _LARGE_US else self._large
-        return await asyncio.get_running_loop().run_in_executor(lane, lambda: function(*args, **kwargs))
+        context = copy_context()  # with the request's id in the log
+        return await asyncio.get_running_loop().run_in_executor(lane, lambda: context.run(function, *args, **kwargs))
 
     def close(self) -> None:
         """Close; does not wait for running calls."""

@@ -17,6 +17,7 @@ from serve_app.base.errors import ConfigRefused
 from serve_app.base.explain import explain, near, path_of
 from serve_app.checkpoints import CheckpointStore
 from serve_app.cli.output import say
+from serve_app.config.api import ApiArgs
 from serve_app.config.deploy import DeployConfig, load_deploy_config
 from serve_app.config.keys import upstream_key
 from serve_app.config.ledger import LedgerConfig
@@ -55,7 +56,7 @@ def check_file(path: Path) -> DeployConfig:
 
 def check_here(config: DeployConfig) -> None:
     """Check what the ingress and the models would refuse on this machine. Raises `ConfigRefused`."""
-    problems = list(_of_engines(config))
+    problems = [*_of_tracing(config), *_of_engines(config)]
     if config.service is not None:
         problems += [*_of_keys(config.service, config.ingress_variables), *_of_catalog(config.service)]
         problems += _of_checkpoints(config.service.checkpoints)
@@ -120,6 +121,16 @@ def _of_catalog(service: ServiceConfig) -> Iterator[str]:
 
     for model in service.models:
         yield from _complaints(f"The model {model.id!r}", load_model, model)
+
+
+def _of_tracing(config: DeployConfig) -> Iterator[str]:
+    if any(isinstance(args, ApiArgs) and args.tracing is not None for args in config.apps.values()):
+        from serve_app.deployments.tracing import require_packages  # imports what a request needs
+
+        try:
+            require_packages()
+        except ConfigRefused as exc:
+            yield str(exc)
 
 
 def _of_engines(config: DeployConfig) -> Iterator[str]:

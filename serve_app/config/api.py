@@ -9,6 +9,19 @@ from typing_extensions import Doc
 
 from serve_app.config.checking.refusal import parse_section
 from serve_app.config.checking.section import Count, Cpus, Seconds, Section, Text
+from serve_app.config.checking.url import HttpUrl
+
+
+class TracingConfig(Section):
+    """OpenTelemetry traces of requests. Needs the extra `tracing`."""
+
+    endpoint: Annotated[HttpUrl, Doc("Where the spans go: a receiver of OTLP over HTTP.")]
+    sample: Annotated[
+        float,
+        Ge(0),
+        Le(1),
+        Doc("Share of the requests that are traced; where a caller sent `traceparent`, that decides."),
+    ] = 1.0
 
 
 class ApiArgs(Section):
@@ -24,6 +37,7 @@ class ApiArgs(Section):
     channel_host: Annotated[
         Text | None, Doc("Address at which replicas reach the ingress; null: its address in the cluster.")
     ] = None
+    tracing: Annotated[TracingConfig | None, Doc("Traces of requests; null: none.")] = None
     no_replica_timeout_s: Annotated[
         Seconds,
         Doc("How long a request waits while no replica is running, or its tokenizer is being loaded; then 503."),

@@ -81,6 +81,7 @@ class KeyConfig(Section):
         Field(strict=False),
         Doc("Time at which the key expires, such as `2031-01-01T00:00:00Z`; null: never."),
     ] = None
+    metrics: Annotated[bool, Doc("Whether the key may read `GET /metrics`, which shows all keys' use.")] = False
     limits: Annotated[KeyLimits, Doc("Replaces values of `limits.per_key`; the others stay.")] = KeyLimits()
 
     @model_validator(mode="after")

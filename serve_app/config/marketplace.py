@@ -1,6 +1,6 @@
 """The slugs of the marketplace: one name for several endpoints, which are local models or remote upstreams."""
 
-from typing import Annotated, Final, Self
+from typing import Annotated, Self
 
 from annotated_types import Gt, Le
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
@@ -13,26 +13,12 @@ from serve_app.base.model_id import parse
 from serve_app.base.public_addresses import NotPublic, check_host
 from serve_app.config.catalog_entry import model_name
 from serve_app.config.checking.section import Count, Seconds, Section, Text
+from serve_app.config.checking.url import HttpUrl
 from serve_app.config.keys import VariableName
 from serve_app.config.price import Price
 
 EndpointName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Weight = Annotated[float, Gt(0), Le(1000)]
-_MAX_URL_CHARACTERS: Final = 2048
-
-
-def _url(value: str) -> str:
-    """The base URL of an OpenAI-compatible API."""
-    limit = f"must be an http or https URL of at most {_MAX_URL_CHARACTERS} characters without user, query and fragment"
-    try:
-        url = URL(value)
-        is_good = bool(url.host) and url.scheme in ("http", "https") and url.port is not None
-    except ValueError:
-        raise Complaint(limit, value) from None
-    is_plain = url.user is None and url.password is None and "?" not in value and "#" not in value
-    if not (is_good and is_plain and len(value) <= _MAX_URL_CHARACTERS and value.isprintable()):
-        raise Complaint(limit, value)
-    return value
 
 
 def _local_model(value: str) -> str:
@@ -84,7 +70,7 @@ class TokenBounds(Section):
 class UpstreamConfig(Section):
     """A remote OpenAI-compatible API."""
 
-    url: Annotated[str, AfterValidator(_url), Doc("Base URL of its API, such as `https://api.example.com/v1`.")]
+    url: Annotated[HttpUrl, Doc("Base URL of its API, such as `https://api.example.com/v1`.")]
     model: Annotated[Text, Doc("Its own name for the model, sent as `model`.")]
     key: Annotated[UpstreamKey | None, Doc("Where its key is read from; null: none is sent.")] = None
     allow_private: Annotated[

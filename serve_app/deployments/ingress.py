@@ -15,6 +15,8 @@ from serve_app.config.api import ApiArgs
 from serve_app.config.ledger import LedgerConfig
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
 from serve_app.deployments.metrics import IngressMetrics
+from serve_app.deployments.node_metrics import NodeMetrics
+from serve_app.deployments.tracing import Traced, open_spans
 from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
 from serve_app.images.over_ray import RayImages
@@ -37,6 +39,7 @@ class Ingress:
         do_without_torch()
         join_serve_logs()
         self._args = args
+        self._spans = None if args.tracing is None else open_spans(args.tracing)
         self._watch = ReadinessWatch(REPLICA_REPORTS, read_statuses)
         self._listener: Listener | None = None
         self._status_requests: StatusRequests | None = None
@@ -52,12 +55,14 @@ class Ingress:
         if self._listener is not None:
             self._status_requests = StatusRequests(REPLICA_REPORTS, self._replicas.ask_for_status)
         self._metrics = IngressMetrics()
+        self._node_metrics = NodeMetrics()
         self._service = Service(
             self._replicas,
             self._open_store,
             open_images=_open_images,
             open_ledger=self._open_ledger,
-            recorder=self._metrics,
+            recorder=self._metrics if self._spans is None else Traced(self._metrics, self._spans),
+            read_metrics=self._node_metrics.read,
             max_requests=self._args.max_ongoing_requests,
             loading_timeout_s=timeout_s,
         )
@@ -86,6 +91,7 @@ class Ingress:
         that never had a key would answer 401 to every valid key. So this raises `ConfigRefused`, and Serve shows it as
         the reason of the failed deployment.
         """
+        join_serve_logs()
         REPLICA_REPORTS.controller_called()
         self._metrics.refresh()
         self._service.require_configuration()
@@ -96,11 +102,14 @@ class Ingress:
             change.cancel()
         if self._status_requests is not None:
             await self._status_requests.close()
+        await self._node_metrics.close()
         await self._replicas.close()
         await self._watch.close()
         if self._listener is not None:
             await self._listener.close()
         await self._service.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     def _open_store(self, config: CheckpointsConfig) -> CheckpointStore:
         """Raises `ConfigRefused`."""

@@ -1,18 +1,22 @@
 """All metrics of the service. Ray exports them as `ray_<name>`, counters with `_total`, with labels for application,
 deployment and replica.
 
-One update costs 6 to 7 µs, so the ingress updates per request and a replica once a second, never per token. A metric of
-the engine or the store has the name of the field that it exports.
+One update costs 6 to 7 µs, so the ingress updates per request and a replica once a second, never per token. Tokens are
+counted in plain numbers (`TokenGaps`), which the ingress exports once a second. A metric of the engine or the store has
+the name of the field that it exports.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ray.serve import metrics
 
 from engines.interface.protocol import EngineStats
 from serve_app.config.checking.refusal import SECTIONS, Refusal
+from serve_app.deployments.adapter_labels import AdapterLabels
+from serve_app.replicas.token_gaps import BOUNDS_S, TokenGaps
 
 if TYPE_CHECKING:  # replicas import this module too, and do not need the catalogue and renderers that a record imports
     from serve_app.api.record import RequestRecord
@@ -20,11 +24,7 @@ if TYPE_CHECKING:  # replicas import this module too, and do not need the catalo
     from serve_app.ledger.ledger import LedgerReport
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0]
-_SHOWN_ADAPTERS = 20
-_ADAPTER_NAMES_EVER = 200
-_COUNTED_ADAPTERS = 10_000
-_DIGEST_CHARACTERS = 12
-OTHER = "other"
+_LEAST_S = 1e-6  # Ray's histograms take no zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,43 +37,6 @@ class Exporter:
 
 
 RAY = Exporter()
-
-
-@dataclass(slots=True)
-class AdapterLabels:
-    """Chooses the label of each adapter: the most used adapters have their own, the rest share `other`.
-
-    The exporter never forgets a label, so one process creates at most `ever` of them.
-    """
-
-    top: int = _SHOWN_ADAPTERS
-    ever: int = _ADAPTER_NAMES_EVER
-    _uses: dict[str, int] = field(default_factory=dict)
-    _shown: set[str] = field(default_factory=set)
-    _given: set[str] = field(default_factory=set)
-
-    def use(self, digest: str) -> str:
-        """Count one use of an adapter; returns its label."""
-        if len(self._uses) >= _COUNTED_ADAPTERS:
-            self._forget_the_rare()
-        self._uses[digest] = self._uses.get(digest, 0) + 1
-        if digest not in self._shown and (digest in self._given or len(self._given) < self.ever):
-            self._promote(digest)
-        return digest[:_DIGEST_CHARACTERS] if digest in self._shown else OTHER
-
-    def _promote(self, digest: str) -> None:
-        if len(self._shown) >= self.top:
-            least = min(self._shown, key=lambda shown: self._uses.get(shown, 0))
-            # Twice as much: otherwise two adapters of similar use would replace each other repeatedly.
-            if self._uses[digest] < 2 * max(1, self._uses.get(least, 0)):
-                return
-            self._shown.discard(least)
-        self._shown.add(digest)
-        self._given.add(digest)
-
-    def _forget_the_rare(self) -> None:
-        """Halve all counts, so that old use counts less."""
-        self._uses = {digest: uses // 2 for digest, uses in self._uses.items() if uses > 1}
 
 
 @dataclass(slots=True)
@@ -136,6 +99,41 @@ class LedgerMetrics:
         return record
 
 
+class GapMetrics:
+    """The times between tokens, by model: a histogram as counters, since Ray's own takes one value at a time."""
+
+    def __init__(self, exporter: Exporter = RAY) -> None:
+        self._tokens = exporter.counter(
+            "roundhouse_inter_token_seconds_bucket",
+            "Tokens, but for the first of each reply, that came at most `le` seconds after the one before.",
+            ("model", "le"),
+        )
+        self._seconds = exporter.counter(
+            "roundhouse_inter_token_seconds_sum", "Time between the tokens of replies.", ("model",)
+        )
+        self._gaps: dict[str, tuple[TokenGaps, Growth]] = {}
+
+    def of(self, model: str) -> TokenGaps:
+        """Those that are exported under the model's name."""
+        if model not in self._gaps:
+            self._gaps[model] = TokenGaps(), Growth()
+        return self._gaps[model][0]
+
+    def record(self) -> None:
+        """Export the growth since the last call."""
+        for model, (gaps, growth) in self._gaps.items():
+            totals = dict(zip(_LE, accumulate(gaps.counts), strict=True)) | {_SUM: gaps.total_s}
+            for name, more in growth.of(totals).items():
+                if name == _SUM:
+                    self._seconds.inc(more, {"model": model})
+                else:
+                    self._tokens.inc(more, {"model": model, "le": name})
+
+
+_LE = (*map(str, BOUNDS_S), "+Inf")
+_SUM = "sum"
+
+
 class IngressMetrics:
     """Metrics of requests: the `record.Recorder` of the ingress."""
 
@@ -143,6 +141,9 @@ class IngressMetrics:
         of_request = ("model", "key")
         self._requests = exporter.counter(
             "roundhouse_requests", "Requests that ended.", (*of_request, "endpoint", "status", "outcome")
+        )
+        self._probes = exporter.counter(
+            "roundhouse_probes", "Probes that were answered; they are not among the requests.", ("path", "status")
         )
         self._running = exporter.gauge("roundhouse_requests_running", "Requests that this ingress is running.")
         self._prompt_tokens = exporter.counter("roundhouse_prompt_tokens", "Prompt tokens.", of_request)
@@ -156,6 +157,12 @@ class IngressMetrics:
         self._first_token_s = exporter.histogram(
             "roundhouse_first_token_seconds", "Time from the request to its first token.", _SECONDS, ("model",)
         )
+        self._queue_s = exporter.histogram(
+            "roundhouse_queue_seconds",
+            "Time in an engine's queue until the request was admitted to the batch, its adapter's load included.",
+            _SECONDS,
+            ("model",),
+        )
         self._duration_s = exporter.histogram(
             "roundhouse_request_seconds", "Time from the request to its end.", _SECONDS, ("model", "outcome")
         )
@@ -163,9 +170,13 @@ class IngressMetrics:
         self._adapter_requests = exporter.counter(
             "roundhouse_adapter_requests", "Requests by adapter; rarely used adapters share 'other'.", of_adapter
         )
-        self._adapter_tokens = exporter.counter(
-            "roundhouse_adapter_completion_tokens", "Sampled tokens by adapter.", of_adapter
-        )
+        self._adapter_tokens = [
+            exporter.counter("roundhouse_adapter_prompt_tokens", "Prompt tokens by adapter.", of_adapter),
+            exporter.counter(
+                "roundhouse_adapter_cached_tokens", "Those from the prefix cache, by adapter.", of_adapter
+            ),
+            exporter.counter("roundhouse_adapter_completion_tokens", "Sampled tokens by adapter.", of_adapter),
+        ]
         of_endpoint = ("slug", "endpoint")
         self._endpoint_requests = exporter.counter(
             "roundhouse_endpoint_requests",
@@ -183,18 +194,22 @@ class IngressMetrics:
         self._labels = AdapterLabels()
         self._num_running = 0
         self._num_refused: dict[str, int] = {}
+        self._gaps = GapMetrics(exporter)
         self.store = StoreMetrics(exporter)
         self.ledger = LedgerMetrics(exporter)
 
     def request_started(self, record: "RequestRecord") -> None:
-        del record
-        self._num_running += 1
-        self._running.set(self._num_running)
+        if not record.is_probe:
+            self._num_running += 1
+            self._running.set(self._num_running)
 
     def request_ended(self, record: "RequestRecord") -> None:
+        if record.is_probe:
+            self._probes.inc(1, {"path": record.path, "status": str(record.status)})
+            return
         self._num_running -= 1
         self._running.set(self._num_running)
-        outcome = {"endpoint": _endpoint(record.path), "status": str(record.status), "outcome": record.outcome.value}
+        outcome = {"endpoint": record.route, "status": str(record.status), "outcome": record.outcome.value}
         of_request = {"model": record.model, "key": record.key_name}
         self._requests.inc(1, of_request | outcome)
         self.store.record()
@@ -208,11 +223,15 @@ class IngressMetrics:
         _add(self._unparsed, int(record.unparsed), of_model)
         if record.first_token_s is not None:
             self._first_token_s.observe(record.first_token_s, of_model)
+        if record.timing is not None:
+            self._queue_s.observe(max(record.timing.queued_s, _LEAST_S), of_model)
         self._duration_s.observe(record.duration_s, of_model | {"outcome": record.outcome.value})
         if record.adapter_digest:
             of_adapter = of_model | {"adapter": self._labels.use(record.adapter_digest)}
             self._adapter_requests.inc(1, of_adapter)
-            _add(self._adapter_tokens, record.completion_tokens, of_adapter)
+            tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
+            for counter, number in zip(self._adapter_tokens, tokens, strict=True):
+                _add(counter, number, of_adapter)
 
     def _count_endpoints(self, record: "RequestRecord") -> None:
         for name in record.passed_over:
@@ -223,12 +242,18 @@ class IngressMetrics:
             of_endpoint = {"slug": record.slug, "endpoint": record.endpoint}
             self._endpoint_requests.inc(1, of_endpoint | {"outcome": record.outcome.value})
 
+    def gaps_of(self, model: str) -> TokenGaps:
+        return self._gaps.of(model)
+
     def config_checked(self, refusals: Sequence[Refusal]) -> None:
         self._num_refused = {section: sum(one.section == section for one in refusals) for section in SECTIONS}
         self.refresh()
 
     def refresh(self) -> None:
-        """Set the gauges again; called about once a second. Ray drops a gauge that was not set for some 20 s."""
+        """Set the gauges again, and export what tokens were counted; called about once a second. Ray drops a gauge that
+        was not set for some 20 s.
+        """
+        self._gaps.record()
         self._running.set(self._num_running)
         for section, refused in self._num_refused.items():
             self._config_error.set(refused, {"section": section})
@@ -285,6 +310,9 @@ ENGINE_GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "adapter_slots": ("Slots for adapters.", lambda stats: stats.adapter_slots_total),
     "adapters_loaded": ("Adapters in slots.", lambda stats: len(stats.adapters)),
     "adapters_pinned": ("Adapters in use by running requests.", lambda stats: stats.adapter_slots_pinned),
+    "adapters_in_memory": ("Adapters in host memory, those in slots too.", lambda stats: stats.adapters_in_memory),
+    "adapter_bytes": ("Host memory that they take.", lambda stats: stats.adapter_bytes),
+    "adapters_loading": ("Adapters that are being read, or wait for it.", lambda stats: stats.adapters_loading),
     "stalled_seconds": ("Time since the last step while requests wait or run.", lambda stats: stats.stalled_s),
     "failed": ("1 when the engine has failed and its replica must be replaced.", lambda stats: stats.failed),
 }
@@ -314,12 +342,29 @@ class EngineMetrics:
             self._counters[name].inc(more, self._tags)
 
 
-def _endpoint(path: str) -> str:
-    """The endpoint as a label of few values: callers can send any path."""
-    last = path.rstrip("/").rpartition("/")[2]
-    if last == "completions":
-        return "chat" if path.endswith("/chat/completions") else last
-    return "models" if "/models" in path else "other"
+class ImageMetrics:
+    """Metrics of one process that prepares images: its `images.recorder.ImageRecorder`."""
+
+    def __init__(self, exporter: Exporter = RAY) -> None:
+        self._images = exporter.counter(
+            "roundhouse_images", "Images of requests: prepared, reused from the cache, or refused.", ("outcome",)
+        )
+        self._seconds = exporter.histogram(
+            "roundhouse_image_seconds", "Time to fetch or to prepare an image.", _SECONDS, ("stage",)
+        )
+
+    def fetched(self, seconds: float) -> None:
+        self._seconds.observe(max(seconds, _LEAST_S), {"stage": "fetch"})
+
+    def prepared(self, seconds: float) -> None:
+        self._images.inc(1, {"outcome": "prepared"})
+        self._seconds.observe(max(seconds, _LEAST_S), {"stage": "prepare"})
+
+    def reused(self) -> None:
+        self._images.inc(1, {"outcome": "reused"})
+
+    def refused(self) -> None:
+        self._images.inc(1, {"outcome": "refused"})
 
 
 def _add(counter: metrics.Counter, amount: float, tags: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from engines.fake import FakeEngine
 from engines.interface.protocol import Engine, EngineStats, GenerateRequest, TokenDelta
 from serve_app.base.explain import explain
-from serve_app.base.logs import join_serve_logs
+from serve_app.base.logs import join_serve_logs, log_request, request_id_of
 from serve_app.base.watchdog import Watchdog
 from serve_app.config.model import EngineUserConfig, ModelArgs
 from serve_app.deployments.metrics import EngineMetrics
@@ -62,6 +62,7 @@ class Replica:
         """Generate and send the tokens over the side channel. Returns when the request has ended; cancel it to stop
         generating.
         """
+        _log_start(request)
         link = await self._links.to(endpoint)
         self._statuses.tell_soon()
         await run_request(self._engine, self._with_own_id(request), link, stream_id)
@@ -71,6 +72,7 @@ class Replica:
         ingress.
         """
         self._has_streamed_over_serve = True
+        _log_start(request)
         deltas = self._local.generate("", self._with_own_id(request), affinity="")
         try:
             async for delta in deltas:
@@ -86,6 +88,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Serve calls this, and replaces a replica that raises repeatedly."""
+        join_serve_logs()
         stats = self._engine.stats()
         if stats.failed:
             raise EngineUnhealthy("The engine has failed.")
@@ -168,6 +171,11 @@ class Replica:
         while True:
             self._metrics.record(self._engine.stats())
             await asyncio.sleep(_REPORT_INTERVAL_S)
+
+
+def _log_start(request: GenerateRequest) -> None:
+    log_request(request_id_of(request.request_id))
+    logger.debug("takes %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids))
 
 
 def _make_engine(args: ModelArgs) -> Engine:

@@ -55,6 +55,8 @@ from serve_app.http.usage import Questions, send_usage
 logger = logging.getLogger(__name__)
 
 PREFIXES = ("/v1", "/services/tinker-prod/oai/api/v1")
+METRICS_PATH = "/metrics"
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/usage")  # what ends in two of them means the first
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -68,6 +70,7 @@ def build_http_app(service: Service) -> Starlette:
         _route("GET", "/version", handlers.version),
         _route("GET", "/readyz", handlers.readyz),
         _route("GET", "/openapi.json", handlers.openapi),
+        _route("GET", METRICS_PATH, handlers.metrics),
     ]
     for prefix in PREFIXES:
         routes += [
@@ -124,6 +127,12 @@ class Handlers:
         if self._described is None or self._described[0] != limits:
             self._described = limits, await self._service.workers.run(DESCRIBE_US, describe_api, limits)
         await exchange.send_content(200, self._described[1])
+
+    async def metrics(self, exchange: Exchange) -> None:
+        if not exchange.caller.reads_metrics or self._service.read_metrics is None:
+            raise NotFound(f"There is no path {METRICS_PATH!r} for this key.")
+        content = await self._service.read_metrics()
+        await exchange.send_content(200, content, {"content-type": _METRICS_TYPE})
 
     async def models(self, exchange: Exchange) -> None:
         query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
@@ -190,10 +199,13 @@ class Handlers:
         self, exchange: Exchange, edge: Edge, ticket: Ticket, operation: Operation[Body]
     ) -> ParsedBody[Body] | SlugRequest:
         """Parse the body. Fields that are not read are dropped, unless an endpoint of a slug may read them."""
-        content = await read_body(exchange, edge.limits, ticket.lease.hold)
+        during = ticket.record.stages.during
+        with during("receive"):
+            content = await read_body(exchange, edge.limits, ticket.lease.hold)
         ticket.body_bytes = len(content)
         cost_us = len(content) * PARSE_US_PER_BYTE
-        return await edge.workers.run(cost_us, parse_request, operation, content, edge, ticket)
+        with during("parse"):
+            return await edge.workers.run(cost_us, parse_request, operation, content, edge, ticket)
 
     def _open(
         self, edge: Edge, ticket: Ticket, operation: Operation[Body], request: ParsedBody[Body] | SlugRequest
@@ -211,6 +223,7 @@ class Handlers:
                 last = await self._send(exchange, answer)
             finally:
                 answer.note(exchange.record)
+                exchange.record.stages.end()
         if answer.stream:
             await exchange.end(last)
         else:
@@ -235,6 +248,7 @@ class Handlers:
             service.replicas,
             service.workers,
             self._edge,
+            service.recorder.gaps_of,
             settings.images,
         )
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.api.record import Outcome, Recorder, RequestRecord
 from serve_app.base.errors import ClientTooSlow, ConfigRefused, HttpError, NotFound, NotReady, to_http
-from serve_app.base.logs import trace_of
+from serve_app.base.logs import log_request, trace_of
 from serve_app.http.early_answer import EarlyAnswer
 from serve_app.http.exchange import ClientLeft, Exchange
 from serve_app.http.service import Service
@@ -26,7 +26,8 @@ from serve_app.http.sse import send_failure
 logger = logging.getLogger(__name__)
 
 LIVENESS_PATHS = ("/healthz", "/health", "/ping")  # the others are probe paths of other servers
-OPEN_PATHS = frozenset({*LIVENESS_PATHS, "/readyz", "/version", "/openapi.json"})
+PROBE_PATHS = frozenset({*LIVENESS_PATHS, "/readyz"})
+OPEN_PATHS = frozenset({*PROBE_PATHS, "/version", "/openapi.json"})
 _MAX_QUOTED_CHARACTERS = 1024
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -72,10 +73,13 @@ class Identify:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            record = RequestRecord("", scope["method"], scope["path"])
+            record = RequestRecord("", scope["method"], scope["path"], is_probe=scope["path"] in PROBE_PATHS)
             exchange = Exchange(scope, receive, send, record, time.monotonic())
+            record.started_at = exchange.started_at
             asked = exchange.header(b"x-request-id") or ""
             record.request_id = asked if _SANE_ID.fullmatch(asked) else uuid.uuid4().hex
+            record.traceparent = exchange.header(b"traceparent") or ""
+            log_request(record.request_id)
             scope["exchange"] = exchange
         await self._app(scope, receive, send)
 
@@ -101,6 +105,7 @@ class Record:
             raise
         finally:
             exchange.finish()
+            record.stages.end()
             record.duration_s = exchange.elapsed_s()
             self._recorder.request_ended(record)
             if scope["path"] not in OPEN_PATHS:
@@ -175,31 +180,38 @@ def _outcome(exc: Exception, error: HttpError) -> Outcome:
     return Outcome.FAILED if error.status >= 500 else Outcome.REFUSED
 
 
+_LINE = (
+    "request_id=%(request_id)s key=%(key)s %(method)s %(path)s status=%(status)d outcome=%(outcome)s code=%(code)s "
+    "asked=%(asked)s model=%(model)s checkpoint=%(checkpoint)s adapter=%(adapter)s slug=%(slug)s endpoint=%(endpoint)s "
+    "prompt_tokens=%(prompt_tokens)d cached_tokens=%(cached_tokens)d completion_tokens=%(completion_tokens)d "
+    "finish_reason=%(finish_reason)s first_token_ms=%(first_token_ms)d duration_ms=%(duration_ms)d"
+)
+
+
 def _log(record: RequestRecord) -> None:
-    logger.info(
-        "request_id=%s key=%s %s %s status=%d outcome=%s code=%s asked=%s model=%s checkpoint=%s adapter=%s slug=%s "
-        "endpoint=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d finish_reason=%s first_token_ms=%d "
-        "duration_ms=%d",
-        record.request_id,
-        record.key_name,
-        record.method,
-        _quoted(record.path),
-        record.status,
-        record.outcome,
-        _quoted(record.error_code),  # an upstream's, perhaps
-        _quoted(record.asked_model),
-        record.model,
-        record.checkpoint,
-        record.adapter_digest[:12],
-        record.slug,
-        record.endpoint,
-        record.prompt_tokens,
-        record.cached_tokens,
-        record.completion_tokens,
-        _quoted(record.finish_reason),
-        round(1000 * (record.first_token_s or 0)),
-        round(1000 * record.duration_s),
-    )
+    """One line, whose parts are also fields of their own where the log is JSON."""
+    fields = {
+        "request_id": record.request_id,
+        "key": record.key_name,
+        "method": record.method,
+        "path": _quoted(record.path),
+        "status": record.status,
+        "outcome": record.outcome.value,
+        "code": _quoted(record.error_code),  # an upstream's, perhaps
+        "asked": _quoted(record.asked_model),
+        "model": record.model,
+        "checkpoint": record.checkpoint,
+        "adapter": record.adapter_digest[:12],
+        "slug": record.slug,
+        "endpoint": record.endpoint,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "finish_reason": _quoted(record.finish_reason),
+        "first_token_ms": round(1000 * (record.first_token_s or 0)),
+        "duration_ms": round(1000 * record.duration_s),
+    }
+    logger.info(_LINE, fields, extra=fields)
 
 
 def _quoted(text: str) -> str:

@@ -194,7 +194,15 @@ def _paths(limits: LimitsConfig) -> Object:
         "/version": {"get": _open("version", "The version of this service.", "VersionReply", (500,))},
         "/readyz": {"get": _open("isReady", "Whether every model can produce a token.", "StatusReply", (500, 503))},
         "/openapi.json": {"get": _open("describe", "This description.", "Description", (500,))},
+        "/metrics": {"get": _metrics()},
     }
+
+
+def _metrics() -> Object:
+    about = "The metrics of the service in Prometheus' text format, for keys with `metrics: true`."
+    responses = _responses((), (401, 404, 500, 503))
+    _object(responses, "200")["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    return {**_operation("readMetrics", about, responses), "servers": [{"url": "/"}]}
 
 
 def _usage_parameters() -> list[Json]:

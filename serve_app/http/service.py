@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -64,17 +64,20 @@ class Service:
         open_images: Callable[[ImagesConfig], Images] | None = None,
         open_ledger: Callable[[LedgerConfig], Ledger] = Ledger.of,
         recorder: Recorder | None = None,
+        read_metrics: Callable[[], Awaitable[bytes]] | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
         max_requests: int = MAX_REQUESTS,
         loading_timeout_s: float = LOADING_TIMEOUT_S,
         load: Load = load_model,
     ) -> None:
         """`open_checkpoints`, `open_ledger` and `load` are called in a thread; the service closes what they open.
-        `keep_alive_s`: a stream without output for this long gets a comment. `max_requests`: how many run at a time.
-        `loading_timeout_s`: the longest wait of a request for a model that is being loaded.
+        `read_metrics`: of the whole service, in Prometheus' text format. `keep_alive_s`: a stream without output for
+        this long gets a comment. `max_requests`: how many run at a time. `loading_timeout_s`: the longest wait of a
+        request for a model that is being loaded.
         """
         self.replicas = replicas
         self.recorder: Recorder = recorder or NullRecorder()
+        self.read_metrics = read_metrics
         self.keep_alive_s = keep_alive_s
         self.limiter = Limiter()
         self.budgets = Budgets()

@@ -20,8 +20,9 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageOrder:
-    """The images of one request, for one model. `total_bytes`: of the tensors of all of them.
-    `fetch`: whether `https://` URLs may be followed."""
+    """The images of one request, for one model. `total_bytes`: of the tensors of all of them. `fetch`: whether `https://`
+    URLs may be followed. `request_id`: for the log.
+    """
 
     source: str
     revision: str | None
@@ -29,6 +30,7 @@ class ImageOrder:
     limits: ImageLimits
     total_bytes: int = 192 * 2**20
     fetch: bool = False
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from serve_app.images.decode import ImageRefused, decode
 from serve_app.images.fetch import Fetcher
 from serve_app.images.prepared import ImageOrder, PreparedImage, PreparedImages, Refusal
 from serve_app.images.processor import ModelProcessor
+from serve_app.images.recorder import ImageRecorder, NoImageRecorder
 
 
 class Preprocessor:
@@ -20,10 +22,18 @@ class Preprocessor:
     Recently prepared images come from a cache, because a conversation sends its images with every turn.
     """
 
-    def __init__(self, *, threads: int, cache_bytes: int, fetcher: Fetcher | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int,
+        cache_bytes: int,
+        fetcher: Fetcher | None = None,
+        recorder: ImageRecorder | None = None,
+    ) -> None:
         """`cache_bytes`: the size of the cache of prepared images."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="image")
         self._fetcher = fetcher or Fetcher()
+        self._recorder: ImageRecorder = recorder or NoImageRecorder()
         self._processors: dict[tuple[str, str | None], ModelProcessor] = {}
         self._loading = threading.Lock()
         self._cache = _Cache(cache_bytes)
@@ -41,6 +51,8 @@ class Preprocessor:
                 if left < 0:
                     used = order.total_bytes - left
                     image = Refusal(f"makes the images of this request {used} bytes, more than {order.total_bytes}")
+            if isinstance(image, Refusal):
+                self._recorder.refused()
             images.append(image)
         return PreparedImages(processor.frame, tuple(images))
 
@@ -54,7 +66,9 @@ class Preprocessor:
                 return await run(self._pool, self._from_data_url, url, order, processor)
             if not order.fetch:
                 raise ImageRefused('must be a data URL, "data:image/png;base64,…"; this model does not fetch images')
+            began_at = time.monotonic()
             file = await self._fetcher.fetch(url, order.limits.bytes)
+            self._recorder.fetched(time.monotonic() - began_at)
             return await run(self._pool, self._from_file, file, order, processor)
         except ImageRefused as exc:
             return Refusal(str(exc))
@@ -65,9 +79,13 @@ class Preprocessor:
     def _from_file(self, file: ImageFile, order: ImageOrder, processor: ModelProcessor) -> PreparedImage:
         key = (order.source, order.revision, file.media_type, blake2b(file.content).digest())
         found = self._cache.get(key)
-        if found is None:
-            found = processor.prepare(decode(file.content, order.limits, file.media_type))
-            self._cache.put(key, found)
+        if found is not None:
+            self._recorder.reused()
+            return found
+        began_at = time.monotonic()
+        found = processor.prepare(decode(file.content, order.limits, file.media_type))
+        self._recorder.prepared(time.monotonic() - began_at)
+        self._cache.put(key, found)
         return found
 
     def _processor(self, source: str, revision: str | None) -> ModelProcessor:

@@ -1,12 +1,14 @@
 """The interface to the engines: send a request to a deployment, receive its tokens."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from engines.interface.protocol import GenerateRequest, TokenDelta
 from serve_app.base.errors import FirstTokenTimeout, ReplicaLost
+from serve_app.replicas.token_gaps import TokenGaps
 
 
 class Replicas(Protocol):
@@ -29,16 +31,22 @@ class Replicas(Protocol):
 class Generation:
     """A generation whose first delta has come."""
 
-    def __init__(self, first: TokenDelta, rest: AsyncGenerator[TokenDelta, None]) -> None:
+    def __init__(self, first: TokenDelta, rest: AsyncGenerator[TokenDelta, None], gaps: TokenGaps) -> None:
         self.first = first
         self._rest = rest
+        self._gaps = gaps
+        self._came_at = time.monotonic()
 
     async def next(self) -> TokenDelta:
         """Raises what `Replicas.generate` raises. Do not call it after the delta with the finish reason."""
         try:
-            return await anext(self._rest)
+            delta = await anext(self._rest)
         except StopAsyncIteration as exc:
             raise ReplicaLost("The replica ended the stream without a finish reason.") from exc
+        now = time.monotonic()
+        self._gaps.add(now - self._came_at, len(delta.token_ids))
+        self._came_at = now
+        return delta
 
     async def close(self) -> None:
         """End it; idempotent."""
@@ -47,10 +55,10 @@ class Generation:
 
 @asynccontextmanager
 async def open_generation(
-    deltas: AsyncGenerator[TokenDelta, None], first_token_timeout_s: float
+    deltas: AsyncGenerator[TokenDelta, None], first_token_timeout_s: float, gaps: TokenGaps
 ) -> AsyncIterator[Generation]:
     """Wait for the first delta, so that an earlier failure can still set the HTTP status. The generation ends when the
-    context does.
+    context does. `gaps` counts its tokens.
 
     Raises `FirstTokenTimeout` besides what `Replicas.generate` raises.
     """
@@ -64,6 +72,6 @@ async def open_generation(
             if not limit.expired():
                 raise
             raise FirstTokenTimeout(f"No token came within {first_token_timeout_s:g} s; try again.") from exc
-        yield Generation(first, deltas)
+        yield Generation(first, deltas, gaps)
     finally:
         await deltas.aclose()

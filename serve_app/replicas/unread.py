@@ -47,6 +47,7 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
         deltas[-1].finish_reason,
         deltas[0].cached_tokens,
         deltas[0].prompt_logprobs,
+        deltas[0].timing,
     )
 
 

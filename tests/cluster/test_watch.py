@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from serve_app.deployments.metrics import EngineMetrics, Exporter, IngressMetrics
+from serve_app.deployments.metrics import EngineMetrics, Exporter, ImageMetrics, IngressMetrics
+from serve_app.deployments.node_metrics import NODE_UP
 from tests.support.readable_metrics import ReadableMetrics
 from tests.support.readme_blocks import ROOT, environment
-from tests.support.watching import WATCH, alerts, boards, expressions, grafana, metrics_in, start, tool
+from tests.support.watching import WATCH, alerts, boards, expressions, grafana, metrics_in, of_service, start, tool
 
 PAGE = (ROOT / "cluster" / "README.md").read_text(encoding="utf-8")
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
@@ -46,6 +48,7 @@ def exported() -> set[str]:
     exporter = Exporter(counters.exporter.counter, gauges.exporter.gauge, histograms.exporter.histogram)
     IngressMetrics(exporter)
     EngineMetrics("m", exporter)
+    ImageMetrics(exporter)
     return (
         {f"ray_{name}_total" for name in counters.metrics}
         | {f"ray_{name}" for name in gauges.metrics}
@@ -56,8 +59,8 @@ def exported() -> set[str]:
 @pytest.mark.parametrize("name", expressions())
 def test_an_expression_names_only_metrics_that_are_exported(name: str) -> None:
     named = metrics_in(expressions()[name])
-    assert named - exported() - OF_SERVE == set()
-    assert named or name.startswith(("alert RoundhouseNodeLost", "service / Nodes"))
+    assert named - exported() - OF_SERVE - {NODE_UP} == set()
+    assert named
 
 
 def test_every_alert_has_a_severity_and_a_row_on_the_page() -> None:
@@ -80,6 +83,13 @@ def test_promtool_takes_the_alert_rules() -> None:
 @pytest.mark.parametrize("name", ["prometheus.yml", "prometheus-kubernetes.yml"])
 def test_promtool_takes_the_configuration(name: str) -> None:
     checked(tool("promtool"), "check", "config", str(WATCH / name))
+
+
+def test_promtool_takes_the_configuration_that_reads_the_api(tmp_path: Path) -> None:
+    key_file, file = tmp_path / "key", tmp_path / "prometheus.yml"
+    key_file.write_text("rh-key\n")
+    file.write_text(yaml.safe_dump(of_service(8000, key_file)))
+    checked(tool("promtool"), "check", "config", str(file))
 
 
 def test_amtool_takes_the_routes_of_the_alerts() -> None:

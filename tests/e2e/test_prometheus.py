@@ -1,6 +1,9 @@
-"""A real Prometheus scrapes the running service, and answers every expression of the boards and the alert rules."""
+"""A real Prometheus scrapes the running service by `GET /metrics`, and answers every expression of the boards and the
+alert rules.
+"""
 
 import contextlib
+import hashlib
 import json
 import re
 import shutil
@@ -18,11 +21,20 @@ from tests.e2e.conftest import Service
 from tests.e2e.service_config import DEMO, MODEL, with_demo
 from tests.support.processes.demo_modules import ROOT
 from tests.support.waiting import eventually
-from tests.support.watching import Prometheus, alerts, expressions, metrics_in, running_prometheus
+from tests.support.watching import (
+    Prometheus,
+    alerts,
+    expressions,
+    metrics_in,
+    of_nodes,
+    of_service,
+    running_prometheus,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CHECKPOINTS = ["tinker://demo/sampler_weights/quill", "tinker://demo/sampler_weights/tools"]
+READER_KEY = "rh-e2e-prometheus-key"
 REFUSED = "tinker://demo/sampler_weights/wide"
 ONLY_HERE = "tinker://demo/sampler_weights/only-here"
 # Counted only when something goes wrong or a remote store is used, neither of which happens here. Ray exports a counter
@@ -32,6 +44,8 @@ SILENT = {
     "ray_roundhouse_engine_preemptions_total",
     "ray_roundhouse_engine_failed_requests_total",
     "ray_roundhouse_engine_aborted_total",
+    "ray_roundhouse_images_total",
+    "ray_roundhouse_image_seconds_sum",
     "ray_roundhouse_checkpoint_fetches_total",
     "ray_roundhouse_checkpoint_evictions_total",
 }
@@ -59,6 +73,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def watched(session_service: Service, store: Path) -> Iterator[Service]:
     """The session's service with the demo on the torch engine, which has room for one adapter at a time."""
     config = with_demo(session_service.config, store, max_adapters=1, threads=1)
+    reader = {"name": "prometheus", "sha256": hashlib.sha256(READER_KEY.encode()).hexdigest()}
+    for application in config["applications"]:
+        for deployment in application.get("deployments", ()):
+            deployment["user_config"]["keys"] += [{**reader, "metrics": True, "models": []}]
     with session_service.serving(DEMO, config) as service:
         yield service
 
@@ -66,7 +84,9 @@ def watched(session_service: Service, store: Path) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def prometheus(watched: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("prometheus")
-    with running_prometheus(discovery(folder), folder) as running:
+    key_file = folder / "key"
+    key_file.write_text(f"{READER_KEY}\n")
+    with running_prometheus(of_service(watched.port, key_file), folder) as running:
         yield running
 
 
@@ -88,6 +108,7 @@ def traffic(service: Service) -> None:
     asked = [MODEL, MODEL, DEMO, *CHECKPOINTS, *CHECKPOINTS, REFUSED, "unknown/model"]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda model: ask(sdk, model), asked))
+    assert service.is_ready()
 
 
 def ask(sdk: openai.OpenAI, model: str) -> None:
@@ -119,6 +140,12 @@ def test_every_expression_with_traffic_returns_data(watched: Service, prometheus
     with contextlib.suppress(AssertionError):  # the one below names what is missing
         eventually(lambda: not without_data(watched, prometheus), 120)
     assert without_data(watched, prometheus) == {}
+
+
+def test_the_nodes_that_ray_lists_have_the_same_metrics(watched: Service, tmp_path: Path) -> None:
+    with running_prometheus(of_nodes(discovery(tmp_path)), tmp_path) as prometheus:
+        eventually(lambda: prometheus.ask("ray_roundhouse_inter_token_seconds_bucket_total"), 60)
+        assert {series["value"][1] for series in prometheus.ask("up")} == {"1"}
 
 
 def test_every_expression_is_evaluated_without_an_error(prometheus: Prometheus) -> None:

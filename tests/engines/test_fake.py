@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,6 +123,20 @@ def test_prompts_are_scored_on_the_first_delta_only() -> None:
     assert first.prompt_logprobs[0] is None
     assert [entry.token_id for entry in first.prompt_logprobs[1:] if entry] == [2, 3]
     assert all(isinstance(delta, TokenDelta) and not delta.prompt_logprobs for delta in rest)
+
+
+def test_the_first_delta_tells_what_it_waited_for() -> None:
+    began_at = time.monotonic()
+    collector = generate(request("a", max_tokens=20), request("b"), config=FakeConfig(max_running=1))
+    took_s = time.monotonic() - began_at
+    for name in "ab":
+        first, *others = collector.events[name]
+        assert isinstance(first, TokenDelta)
+        assert first.timing is not None
+        assert 0 <= first.timing.queued_s <= first.timing.queued_s + first.timing.prefill_s <= took_s
+        assert [delta.timing for delta in others if isinstance(delta, TokenDelta)] == [None] * len(others)
+    waited, at_once = (collector.events[name][0].timing.queued_s for name in "ba")
+    assert waited > at_once
 
 
 def test_no_tokens_score_a_prompt() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -468,6 +469,39 @@ def test_the_stats_and_counters_say_what_happened(engines: Engines) -> None:
     assert stats.counters.finished == stats.counters.requests
     assert stats.counters.failed_requests == stats.counters.preemptions == 0
     assert stats.stalled_s == 0
+
+
+def test_the_first_token_tells_how_long_it_was_queued_and_computed(engines: Engines) -> None:
+    engine = engines("llama", max_running=1)
+    began_at = time.monotonic()
+    first, second = engine.generate(*(request(prompt_of(30), max_tokens=30) for _ in range(2)))
+    took_s = time.monotonic() - began_at
+    ((at_once,), (waited,)) = first.timings, second.timings
+    assert 0 < at_once.queued_s + at_once.prefill_s <= waited.queued_s < waited.queued_s + waited.prefill_s <= took_s
+    assert min(at_once.queued_s, at_once.prefill_s, waited.prefill_s) > 0
+
+
+def test_adapters_are_told_by_where_they_are(engines: Engines) -> None:
+    engine = engines("llama", max_adapters=2, adapter_loaders=1)
+    seen = []
+
+    async def check() -> None:
+        sink = Collector()
+        made = [request((1, 2), adapter=adapter("llama", "q-v", seed), max_tokens=1) for seed in range(30, 42)]
+        for one in made:
+            sink.expect(one.request_id)
+            engine.engine.submit(one, sink)
+        while not all(sink.results[one.request_id].ended for one in made):
+            seen.append(engine.engine.stats().adapters_loading)
+            await asyncio.sleep(0)
+
+    before = engine.stats()
+    engine.run(check())
+    after = engine.stats()
+    assert 0 < max(seen) <= 12
+    assert after.adapters_in_memory == before.adapters_in_memory + 12
+    assert after.adapter_bytes > before.adapter_bytes
+    assert (len(after.adapters), after.adapters_loading) == (2, 0)
 
 
 def _probes(requests: float, own: int) -> float:

@@ -36,6 +36,7 @@ from serve_app.http.app import build_http_app
 from serve_app.http.service import Service
 from serve_app.images.preprocessor import Preprocessor
 from serve_app.replicas.in_process import LocalReplicas
+from serve_app.replicas.token_gaps import TokenGaps
 from tests.support.files.tiny_tokenizer import make_tokenizer
 
 CHAT = "tiny/Chat"
@@ -118,6 +119,7 @@ class ListRecorder:
     started: int = 0
     running: int = 0
     config_errors: list[list[str]] = field(default_factory=list)
+    gaps: dict[str, TokenGaps] = field(default_factory=dict)
 
     def request_started(self, record: RequestRecord) -> None:
         self.started += 1
@@ -126,6 +128,9 @@ class ListRecorder:
     def request_ended(self, record: RequestRecord) -> None:
         self.ended.append(record)
         self.running -= 1
+
+    def gaps_of(self, model: str) -> TokenGaps:
+        return self.gaps.setdefault(model, TokenGaps())
 
     def config_checked(self, refusals: Sequence[Refusal]) -> None:
         self.config_errors.append([refusal.sentence for refusal in refusals])

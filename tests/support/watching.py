@@ -26,9 +26,22 @@ import boards  # noqa: E402
 import grafana  # noqa: E402
 import start  # noqa: E402
 
-__all__ = ["WATCH", "Prometheus", "alerts", "boards", "expressions", "grafana", "running_prometheus", "start", "tool"]
+__all__ = [
+    "WATCH",
+    "Prometheus",
+    "alerts",
+    "boards",
+    "expressions",
+    "grafana",
+    "of_nodes",
+    "of_service",
+    "running_prometheus",
+    "start",
+    "tool",
+]
 
 Series = list[dict[str, Any]]
+_EVERY = "3s"  # also how long Ray's agent may take to answer, which is busy with all processes of the tests
 
 
 def tool(name: str) -> str:
@@ -81,12 +94,27 @@ class Prometheus:
             return False
 
 
+def of_nodes(discovery: Path) -> dict[str, Any]:
+    """The configuration of `make dashboards`, but reading every few seconds."""
+    return start.prometheus_config(discovery, scrape_interval=_EVERY)
+
+
+def of_service(port: int, key_file: Path) -> dict[str, Any]:
+    """`prometheus-service.yml` for a service on this port, but reading every few seconds."""
+    config: dict[str, Any] = yaml.safe_load((WATCH / "prometheus-service.yml").read_text(encoding="utf-8"))
+    (scrape,) = config["scrape_configs"]
+    scrape["static_configs"] = [{"targets": [f"127.0.0.1:{port}"]}]
+    scrape["authorization"] = {"credentials_file": str(key_file)}
+    every = {"scrape_interval": _EVERY, "evaluation_interval": _EVERY}
+    return {**config, "global": every, "rule_files": [str(WATCH / name) for name in config["rule_files"]]}
+
+
 @contextmanager
-def running_prometheus(discovery: Path, folder: Path) -> Iterator[Prometheus]:
-    """By the command and the configuration of `make dashboards`, but reading every second."""
+def running_prometheus(config: dict[str, Any], folder: Path) -> Iterator[Prometheus]:
+    """By the command of `make dashboards`."""
     tool("prometheus")
     port = free_port()
-    command = start.prometheus(folder, start.prometheus_config(discovery, scrape_interval="1s"), port)
+    command = start.prometheus(folder, config, port)
     with subprocess.Popen(command) as process:
         prometheus = Prometheus(f"http://127.0.0.1:{port}/api/v1")
         try:

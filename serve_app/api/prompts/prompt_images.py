@@ -28,8 +28,10 @@ async def prepare_images(
         limits=_limits(edge.limits),
         total_bytes=edge.limits.image_tensor_bytes,
         fetch=config.fetch_images,
+        request_id=ticket.record.request_id,
     )
-    prepared = await edge.images.prepare(order)
+    with ticket.record.stages.during("images"):
+        prepared = await edge.images.prepare(order)
     images = accepted(prepared, urls)
     ticket.hold_images(sum(image.num_bytes for image in images))
     return prepared.frame, images

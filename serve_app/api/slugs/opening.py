@@ -209,5 +209,7 @@ async def _open_remote(
     body = await edge.workers.run(cost_us, outgoing, content, upstream.config, stream=request.stream)
     ticket.hold(len(body))
     relay = Relay(request.requested, bounds, wants_usage=request.include_usage, secret=upstream.secret)
+    ticket.record.stages.called()
     async with upstream.open(path, body, stream=request.stream) as reply:
+        ticket.record.began(None)
         yield RelayedAnswer(request.stream, reply, relay)

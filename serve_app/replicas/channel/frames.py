@@ -4,7 +4,7 @@ A frame is a 4-byte little-endian length and that many bytes of msgpack. A repli
 stream that the step touched, with trailing defaults left out:
 
     [stream]                                                           the replica has taken the request
-    [stream, [token id…], finish, cached, [logprob…], [prompt logprob…]]   a `TokenDelta`
+    [stream, [token id…], finish, cached, [logprob…], [prompt logprob…], timing]   a `TokenDelta`
     [stream, "QueueFull", [argument…]]                                 an `EngineError`, by the name of its class
     [0, app, replica id, ready, good for, [load…], adapters]           a `Status` of the replica itself
 
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgpack
 
 from engines.interface import errors
-from engines.interface.protocol import FinishReason, TokenDelta, TokenLogprob
+from engines.interface.protocol import FinishReason, Timing, TokenDelta, TokenLogprob
 from serve_app.replicas.status import Load, Status
 
 MAX_FRAME_BYTES = 64 << 20
@@ -132,13 +132,14 @@ def _error_fields(error: errors.EngineError) -> tuple[str, list[str | int]]:
 
 
 def _rare_fields(delta: TokenDelta) -> list[object]:
-    if not (delta.finish_reason or delta.cached_tokens or delta.logprobs or delta.prompt_logprobs):
+    if not (delta.finish_reason or delta.cached_tokens or delta.logprobs or delta.prompt_logprobs or delta.timing):
         return []
     return [
         delta.finish_reason,
         delta.cached_tokens,
         [_logprob_fields(logprob) for logprob in delta.logprobs],
         [None if logprob is None else _logprob_fields(logprob) for logprob in delta.prompt_logprobs],
+        None if delta.timing is None else (delta.timing.queued_s, delta.timing.prefill_s),
     ]
 
 
@@ -153,13 +154,14 @@ def _event(entry: list) -> Event:  # type: ignore[type-arg]
         return _ERRORS[entry[1]](*entry[2])
     if len(entry) == _STREAM_AND_TOKENS:
         return TokenDelta(tuple(entry[1]))
-    _, token_ids, finish_reason, cached_tokens, logprobs, prompt_logprobs = entry
+    _, token_ids, finish_reason, cached_tokens, logprobs, prompt_logprobs, timing = entry
     return TokenDelta(
         tuple(token_ids),
         tuple(_logprob(fields) for fields in logprobs),
         None if finish_reason is None else FinishReason(finish_reason),
         cached_tokens,
         tuple(None if fields is None else _logprob(fields) for fields in prompt_logprobs),
+        None if timing is None else Timing(*timing),
     )
 
 

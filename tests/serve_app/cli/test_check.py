@@ -74,6 +74,13 @@ def test_what_can_be_started_is_in_order(files, capsys):
     assert capsys.readouterr().out == f"{files.path} is valid: {MODEL}.\n"
 
 
+def test_packages_of_tracing_that_are_missing_are_named(files, capsys, monkeypatch):
+    missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, missing, None)
+    files.raw["applications"][0]["args"]["tracing"] = {"endpoint": "http://127.0.0.1:4318/v1/traces"}
+    assert complaints(files, capsys) == [f"tracing needs {missing}, which is not installed: pip install '.[tracing]'."]
+
+
 def test_a_key_that_serve_would_ignore_is_found(files, capsys):
     files.raw["http_optins"] = files.raw.pop("http_options")
     files.raw["zzz"] = 1

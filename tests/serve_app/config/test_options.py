@@ -32,7 +32,7 @@ ROOTS: dict[str, tuple[type, Any, Any]] = {
         parse_config,
         {"models": [MODEL], "images": {"app": "i"}, "keys": [KEY], "marketplace": {"slugs": [SLUG]}, "ledger": {}},
     ),
-    "api": (ApiArgs, parse_api_args, {}),
+    "api": (ApiArgs, parse_api_args, {"tracing": {"endpoint": "http://127.0.0.1:4318/v1/traces"}}),
     "images": (ImageArgs, parse_image_args, {}),
     "model": (ModelArgs, parse_model_args, {"id": "m", "source": "owner/model"}),
 }

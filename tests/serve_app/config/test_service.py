@@ -88,7 +88,7 @@ def test_a_bad_configuration_is_refused_with_one_sentence(raw: object, sentence:
         (
             [{"name": "k", "key": "rh-secret"}],
             "keys[0].key is not a known key; the keys here are "
-            "name, sha256, env, file, models, owner, expires_at, limits.",
+            "name, sha256, env, file, models, owner, expires_at, metrics, limits.",
         ),
         (["rh-secret"], "keys[0] must be an object, got"),
         ("rh-secret", "keys must be a list, got"),

@@ -6,29 +6,34 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
+
 from engines.fake import FakeConfig, FakeEngine
 from engines.interface.config import EngineConfig
 from engines.interface.protocol import EngineCounters, EngineStats, GenerateRequest, Output
 from engines.lora.format.digest import CONFIG_FILE, PICKLE_FILE
-from serve_app.api.record import RequestRecord
+from serve_app.api.record import Outcome, RequestRecord
 from serve_app.base.model_id import CheckpointPath
 from serve_app.checkpoints import CheckpointStore, StoreCounters
 from serve_app.config.checking.refusal import SECTIONS, Refusal
 from serve_app.config.service import CheckpointsConfig
+from serve_app.deployments.adapter_labels import OTHER, AdapterLabels
 from serve_app.deployments.metrics import (
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     LEDGER_COUNTERS,
-    OTHER,
     STORE_COUNTERS,
-    AdapterLabels,
     EngineMetrics,
+    GapMetrics,
     Growth,
+    ImageMetrics,
     IngressMetrics,
     LedgerMetrics,
 )
 from serve_app.ledger.ledger import LedgerReport
 from serve_app.ledger.writer import LedgerCounters
+from serve_app.replicas.token_gaps import BOUNDS_S, TokenGaps
 from tests.support.engines import tiny_vision
 from tests.support.engines.engine_harness import (
     BREAKS,
@@ -46,6 +51,8 @@ from tests.support.files import checkpoint_files
 from tests.support.files.checkpoint_files import SIZE, files, write
 from tests.support.harness import BASE, CHAT, CONTEXT, ListRecorder, RunningEdge, config_for, running_edge
 from tests.support.readable_metrics import ReadableMetrics
+
+BUCKETS = "roundhouse_inter_token_seconds_bucket"
 
 pytest_plugins = ("tests.support.edge_fixtures",)
 
@@ -122,7 +129,7 @@ def test_everything_that_an_engine_counts_is_a_metric_and_nothing_else():
 
 
 def test_everything_else_that_an_engine_tells_is_a_metric_of_its_own():
-    other = EngineStats(1, 1, 1, 1, 1, 1, 1, 1, ("digest",), 1.0, True)
+    other = EngineStats(1, 1, 1, 1, 1, 1, 1, 1, ("digest",), 1, 1, 1, 1.0, True)
     for one in fields(EngineStats):
         if one.name != "counters":
             told = replace(EngineStats(), **{one.name: getattr(other, one.name)})
@@ -162,6 +169,12 @@ class Measured(Collector):
     async def ended(self, *requests: GenerateRequest) -> None:
         await self.until(lambda: all(self.results[made.request_id].ended for made in requests))
 
+    async def ended_while_measuring(self, made: GenerateRequest) -> None:
+        """Also while nothing comes out, as during the load of an adapter."""
+        while not self.results[made.request_id].ended:
+            self._metrics.record(self._engine.stats())
+            await asyncio.sleep(0)
+
     async def begun(self, *requests: GenerateRequest) -> None:
         await self.until(lambda: all(self.results[made.request_id].token_ids for made in requests))
 
@@ -180,7 +193,7 @@ async def everything_that_happens_to_an_engine(sink: Measured, engine: DrivenEng
     await sink.ended(sink.submit(harmless(40)))
     await sink.ended(sink.submit(harmless(40)))
     for kind in ("q-v", "head"):
-        await sink.ended(sink.submit(harmless(5, adapter=adapter("llama", kind))))
+        await sink.ended_while_measuring(sink.submit(harmless(5, adapter=adapter("llama", kind))))
     await sink.ended(sink.submit(harmless(5, adapter=adapter("llama", "too-wide"))))
     await sink.ended(sink.submit(request((1, RAISES))))
     growing = [sink.submit(harmless(100, seed, max_tokens=90)) for seed in range(4)]
@@ -273,6 +286,9 @@ class Exporting(ListRecorder):
 
     def __post_init__(self) -> None:
         self.metrics = IngressMetrics(self.readable.exporter)
+
+    def gaps_of(self, model: str) -> TokenGaps:
+        return self.metrics.gaps_of(model)
 
     def request_started(self, record: RequestRecord) -> None:
         super().request_started(record)
@@ -369,10 +385,13 @@ def test_every_metric_of_the_ingress_is_moved_by_requests_over_http(
         use_checkpoints(edge, tmp_path / "cache")
         use_slug(edge)
         edge.reconfigure(keys=[{"name": ""}])
+        for path in ("healthz", "readyz"):
+            assert httpx.get(f"http://127.0.0.1:{edge.port}/{path}").status_code == 200
         edge.wait_until_idle()
+    recorder.metrics.refresh()
     readable = recorder.readable
     of_ledger = {name for name in readable.metrics if name.startswith("roundhouse_ledger_")}
-    assert readable.moved == set(readable.metrics) - of_ledger
+    assert readable.moved == set(readable.metrics) - of_ledger - {"roundhouse_adapter_cached_tokens"}
     of_slug = {"slug": "acme/two", "endpoint": "gone"}
     assert readable.last("roundhouse_endpoint_requests", **of_slug, outcome="failed") == 1
     assert readable.last("roundhouse_endpoint_fallbacks", **of_slug) == 1
@@ -384,3 +403,74 @@ def test_every_metric_of_the_ingress_is_moved_by_requests_over_http(
     assert readable.last("roundhouse_replies_unparsed", model=CHAT) == 1
     assert readable.last("roundhouse_requests_running") == 0
     assert [readable.last(f"roundhouse_checkpoint_{name}") for name in STORE_COUNTERS] == [3, 2, 1, 1, 1]
+    assert readable.last("roundhouse_inter_token_seconds_bucket", model=BASE, le="+Inf") == 8 - 3
+    assert len(readable.metrics["roundhouse_queue_seconds"].values[(("model", BASE),)]) == 3
+    assert readable.last("roundhouse_probes", path="/readyz", status="200") == 1
+
+
+def test_a_probe_that_fails_is_no_request_that_fails() -> None:
+    readable = ReadableMetrics()
+    metrics = IngressMetrics(readable.exporter)
+    probe = RequestRecord("id", "GET", "/readyz", status=503, outcome=Outcome.FAILED, is_probe=True)
+    metrics.request_started(probe)
+    metrics.request_ended(probe)
+    assert readable.moved == {"roundhouse_probes"}
+    assert readable.last("roundhouse_probes", path="/readyz", status="503") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "endpoint"),
+    [
+        ("/v1/chat/completions", "chat"),
+        ("/plain/v1/completions", "completions"),
+        ("/v1/models", "models"),
+        ("/v1/models/a/usage", "models"),
+        ("/v1/usage", "usage"),
+        ("/version", "version"),
+        ("/openapi.json", "openapi.json"),
+        ("/wp-login.php", "other"),
+    ],
+)
+def test_a_request_counts_by_its_endpoint_and_not_by_its_path(path: str, endpoint: str) -> None:
+    readable = ReadableMetrics()
+    metrics = IngressMetrics(readable.exporter)
+    metrics.request_started(RequestRecord("id", "GET", path))
+    metrics.request_ended(RequestRecord("id", "GET", path, status=200))
+    of_request = {"model": "", "key": "", "status": "200", "outcome": "done"}
+    assert readable.last("roundhouse_requests", endpoint=endpoint, **of_request) == 1
+
+
+def test_the_tokens_of_an_adapter_are_counted_by_kind() -> None:
+    readable = ReadableMetrics()
+    metrics = IngressMetrics(readable.exporter)
+    counts = {"prompt_tokens": 7, "cached_tokens": 5, "completion_tokens": 3}
+    record = RequestRecord("id", "POST", "/v1/completions", model="m", adapter_digest="d", duration_s=1, **counts)
+    for _ in range(2):
+        metrics.request_ended(record)
+    for name, number in counts.items():
+        assert readable.last(f"roundhouse_adapter_{name}", model="m", adapter="d") == 2 * number
+
+
+def test_the_times_between_tokens_are_exported_as_a_histogram_by_what_they_grew() -> None:
+    readable = ReadableMetrics()
+    metrics = GapMetrics(readable.exporter)
+    metrics.of("m").add(0.08, 4)
+    for _ in range(2):
+        metrics.record()
+    metrics.of("m").add(60, 1)
+    metrics.record()
+    below = {dict(labels)["le"]: sum(seen) for labels, seen in readable.metrics[BUCKETS].values.items()}
+    assert below == {**{str(bound): 4 for bound in BOUNDS_S if bound >= 0.02}, "+Inf": 5}
+    assert readable.last("roundhouse_inter_token_seconds_sum", model="m") == 60.08
+
+
+def test_images_are_counted_by_what_became_of_them() -> None:
+    readable = ReadableMetrics()
+    metrics = ImageMetrics(readable.exporter)
+    metrics.fetched(0.5)
+    metrics.prepared(0.0)
+    metrics.reused()
+    metrics.refused()
+    assert [readable.last("roundhouse_images", outcome=one) for one in ("prepared", "reused", "refused")] == [1, 1, 1]
+    assert readable.last("roundhouse_image_seconds", stage="fetch") == 0.5
+    assert readable.last("roundhouse_image_seconds", stage="prepare") > 0

@@ -1,6 +1,8 @@
 """Where prepared images go in a prompt, and what a request may make of them."""
 
 import asyncio
+import time
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -11,6 +13,7 @@ from serve_app.base.errors import InvalidRequest
 from serve_app.images.prepared import Frame, ImageLimits, ImageOrder, PreparedImage, PreparedImages, Refusal
 from serve_app.images.preparing import fill_placeholders, join_chunks
 from serve_app.images.preprocessor import Preprocessor
+from serve_app.images.recorder import ImageRecorder
 from tests.support.files.image_files import data_url, encoded, picture
 from tests.support.readme_blocks import ROOT
 
@@ -53,8 +56,8 @@ def test_what_is_wrong_in_chunks_is_named_with_its_place(
         join_chunks(parts, FRAME)
 
 
-def prepared(total_bytes: int, *urls: str) -> PreparedImages:
-    preprocessor = Preprocessor(threads=1, cache_bytes=1 << 20)
+def prepared(total_bytes: int, *urls: str, recorder: ImageRecorder | None = None) -> PreparedImages:
+    preprocessor = Preprocessor(threads=1, cache_bytes=1 << 20, recorder=recorder)
     try:
         order = ImageOrder(SOURCE, None, urls, ImageLimits(), total_bytes=total_bytes)
         return asyncio.run(preprocessor.prepare(order))
@@ -73,6 +76,37 @@ def test_images_that_become_too_large_together_are_refused_from_there_on() -> No
         Refusal(f"makes the images of this request {2 * one.num_bytes} bytes, more than {one.num_bytes}"),
         Refusal("comes after too many others"),
     )
+
+
+@dataclass
+class Counted:
+    """An `ImageRecorder` that keeps what it is told."""
+
+    events: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def fetched(self, seconds: float) -> None:
+        self.events.append("fetched")
+        self.seconds.append(seconds)
+
+    def prepared(self, seconds: float) -> None:
+        self.events.append("prepared")
+        self.seconds.append(seconds)
+
+    def reused(self) -> None:
+        self.events.append("reused")
+
+    def refused(self) -> None:
+        self.events.append("refused")
+
+
+def test_what_happens_to_each_image_is_counted() -> None:
+    red = data_url(encoded(picture("red")))
+    recorder = Counted()
+    began_at = time.monotonic()
+    prepared(1 << 30, red, red, "https://example.com/a.png", recorder=recorder)
+    assert recorder.events == ["prepared", "reused", "refused"]
+    assert 0 < sum(recorder.seconds) <= time.monotonic() - began_at
 
 
 def test_an_image_larger_than_the_cache_is_not_kept() -> None:

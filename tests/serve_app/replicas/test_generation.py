@@ -2,11 +2,15 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.fake import FakeConfig, FakeEngine
 from engines.interface.errors import EngineStopped, QueueFull
@@ -16,6 +20,7 @@ from serve_app.base.errors import ClientTooSlow, FirstTokenTimeout, NoReplica, R
 from serve_app.base.workers import Workers
 from serve_app.replicas.generation import open_generation
 from serve_app.replicas.in_process import LocalReplicas
+from serve_app.replicas.token_gaps import BOUNDS_S, TokenGaps
 from serve_app.replicas.unread import MAX_WEIGHT
 
 T = TypeVar("T")
@@ -139,13 +144,39 @@ async def emits(*deltas: TokenDelta) -> AsyncGenerator[TokenDelta, None]:
 def test_a_stream_that_just_stops_is_a_lost_replica() -> None:
     async def work() -> None:
         with pytest.raises(ReplicaLost):
-            async with open_generation(emits(), 1):
+            async with open_generation(emits(), 1, TokenGaps()):
                 pass
         with pytest.raises(ReplicaLost):
-            async with open_generation(emits(TokenDelta((1,))), 1) as generation:
+            async with open_generation(emits(TokenDelta((1,))), 1, TokenGaps()) as generation:
                 await generation.next()
 
     run(work())
+
+
+def test_the_tokens_after_the_first_are_counted_by_how_far_apart_they_come() -> None:
+    gaps = TokenGaps()
+
+    async def work() -> None:
+        deltas = [TokenDelta((1, 2)), TokenDelta((3,)), TokenDelta(()), TokenDelta((4, 5, 6))]
+        async with open_generation(emits(*deltas), 1, gaps) as generation:
+            for _ in deltas[1:]:
+                await generation.next()
+
+    began_at = time.monotonic()
+    run(work())
+    assert sum(gaps.counts) == 4
+    assert 0 < gaps.total_s <= time.monotonic() - began_at
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 50))))
+def test_a_token_counts_once_below_the_first_bound_that_its_gap_does_not_exceed(added: list[tuple[float, int]]) -> None:
+    gaps = TokenGaps()
+    for seconds, num_tokens in added:
+        gaps.add(seconds, num_tokens)
+    each = [seconds / num_tokens for seconds, num_tokens in added for _ in range(num_tokens)]
+    below = [sum(gap <= bound for gap in each) for bound in BOUNDS_S]
+    assert list(accumulate(gaps.counts)) == [*below, len(each)]
+    assert gaps.total_s == sum(seconds for seconds, num_tokens in added if num_tokens)
 
 
 def test_the_first_token_has_a_time_limit_and_the_others_have_not() -> None:
@@ -162,11 +193,11 @@ def test_the_first_token_has_a_time_limit_and_the_others_have_not() -> None:
             ended.append(True)
 
     async def work() -> None:
-        async with open_generation(slow(), 0.02) as generation:
+        async with open_generation(slow(), 0.02, TokenGaps()) as generation:
             assert (await generation.next()).token_ids == (2,)
         ended: list[bool] = []
         with pytest.raises(FirstTokenTimeout, match=r"^No token came within 0\.02 s; try again\.$"):
-            async with open_generation(never(ended), 0.02):
+            async with open_generation(never(ended), 0.02, TokenGaps()):
                 pass
         assert ended == [True]
 

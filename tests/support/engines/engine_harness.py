@@ -28,6 +28,7 @@ from engines.interface.protocol import (
     GenerateRequest,
     Output,
     SamplingParams,
+    Timing,
     TokenLogprob,
 )
 from engines.lora.format.digest import WEIGHTS_FILE
@@ -177,6 +178,7 @@ class Result:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     cached_tokens: int = 0
+    timings: list[Timing] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     aborted: bool = False
@@ -212,6 +214,8 @@ class Collector:
             return
         if not result.token_ids and event.prompt_logprobs:
             result.prompt_logprobs = event.prompt_logprobs
+        if event.timing is not None:
+            result.timings.append(event.timing)
         result.token_ids += event.token_ids
         result.logprobs += event.logprobs
         result.cached_tokens += event.cached_tokens
