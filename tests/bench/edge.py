@@ -40,6 +40,9 @@ class NoCheckpoints:
     async def resolve_for(self, path: object, caller: str | None, who: str) -> object:
         raise LookupError(path)
 
+    def close(self) -> None:
+        pass
+
 
 def request_bytes(arguments: argparse.Namespace) -> bytes:
     body: dict[str, object] = {"model": "m", "stream": True, "max_tokens": arguments.tokens, "temperature": 0}
