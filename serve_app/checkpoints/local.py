@@ -187,7 +187,7 @@ class LocalRoot:
         """
         loop = asyncio.get_running_loop()
         async with self._threads.in_time():
-            seen = await loop.run_in_executor(self._threads.looks, self._look, path)
+            seen = await loop.run_in_executor(self._threads.looks, self._threads.answering(self._look), path)
         if seen is None:
             return None
         if seen.known is not None and not seen.is_tar:

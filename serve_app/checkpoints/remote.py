@@ -156,7 +156,7 @@ class RemoteRoot:
         """Refresh the listing; drop the outcome of an older one."""
         try:
             async with self._threads.in_time():
-                listing = await self._listings.run(path, lambda: self._list(path))
+                listing = await self._listings.run(path, self._threads.answering(lambda: self._list(path)))
         except StoreFailed as exc:
             known.error = NoAnswer(f"The store of the checkpoint {path} does not answer.")
             known.asked_at, known.until = time.monotonic(), time.monotonic() + _FAILED_S
