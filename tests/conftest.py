@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.processes.ray_environment import set_ray_environment
@@ -13,6 +14,10 @@ set_ray_environment()  # before a test module imports Ray
 if not Path("/dev/nvidiactl").exists():
     # Before Triton is imported: without a device its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The other worker may hold both cores for a second, so a time says nothing about an example.
+settings.register_profile("shared cores", deadline=None)
+settings.load_profile("shared cores")
 
 E2E = "tests/e2e/"
 OWN_RAY = "tests/e2e/test_up"  # files that start `serve_app up`, each a Ray of its own

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from decimal import Decimal
+from typing import Literal
 
 from serve_app.access.auth import Caller
 from serve_app.api.answer import Edge
@@ -21,6 +22,7 @@ from serve_app.catalog.catalog import ListedCheckpoint
 from serve_app.catalog.served_model import ServedModel
 from serve_app.config.price import Price
 from serve_app.marketplace.slugs import Endpoint, Slug, Wanted
+from serve_app.replicas.status import adapter_key
 
 _CHECKPOINT_OWNER = "user"  # the usual value for fine-tuned models; the owner's name stays private
 
@@ -39,7 +41,7 @@ async def list_checkpoints(edge: Edge, caller: Caller, after: str | None) -> Mod
     `InvalidRequest`.
     """
     page = await edge.catalog.checkpoints_of(caller, after)
-    items = [_checkpoint(checkpoint, edge.catalog.base_id(checkpoint.base_model)) for checkpoint in page.checkpoints]
+    items = [_checkpoint(edge, checkpoint) for checkpoint in page.checkpoints]
     before = (await list_models(edge, caller))["data"] if after is None else []
     return {"object": "list", "data": [*before, *items], "has_more": page.has_more, "next": page.next}
 
@@ -100,12 +102,21 @@ def _usd(price: Decimal) -> str:
     return f"{price.normalize():f}"
 
 
-def _checkpoint(checkpoint: ListedCheckpoint, base: str | None) -> CheckpointReply:
+def _checkpoint(edge: Edge, checkpoint: ListedCheckpoint) -> CheckpointReply:
     return {
         "id": str(checkpoint.path),
         "object": "model",
         "created": int(checkpoint.changed_at),
         "owned_by": _CHECKPOINT_OWNER,
-        "base_model": base,
+        "base_model": edge.catalog.base_id(checkpoint.base_model),
         "error": checkpoint.problem,
+        "digest": checkpoint.digest,
+        "tier": _tier(edge, checkpoint),
     }
+
+
+def _tier(edge: Edge, checkpoint: ListedCheckpoint) -> Literal["device", "disk", "store"]:
+    deployment = edge.catalog.deployment_of(checkpoint.base_model)
+    if checkpoint.digest and deployment and adapter_key(checkpoint.digest) in edge.replicas.held(deployment):
+        return "device"
+    return "disk" if checkpoint.is_here else "store"

@@ -51,6 +51,12 @@ class ListedCheckpoint(Protocol):
     @property
     def problem(self) -> str | None: ...
 
+    @property
+    def digest(self) -> str | None: ...
+
+    @property
+    def is_here(self) -> bool: ...
+
 
 class Listing(Protocol):
     """Checkpoints that an owner may use, newest first. `next`: what to ask for the next page with, None on the last
@@ -158,6 +164,10 @@ class Catalog:
     def base_id(self, trained_on: str | None) -> str | None:
         """The id of the served model that a checkpoint names as its base; None when it names none."""
         return None if trained_on is None else next((entry.config.id for entry in self._meant_by(trained_on)), None)
+
+    def deployment_of(self, trained_on: str | None) -> str | None:
+        """Where checkpoints run that name this base; None when they name none."""
+        return None if trained_on is None else next((model.config.app for model in self._meant_by(trained_on)), None)
 
     def _may_sample(self, caller: Caller, trained_on: str | None) -> bool:
         """Whether a checkpoint that was trained on this base can be sampled. One that names no base can, on a base that

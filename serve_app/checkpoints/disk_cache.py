@@ -2,8 +2,8 @@
 
 - `content/<digest>/`: adapter_config.json and adapter_model.safetensors; always complete.
 - the notes (`notes.py`): among them, which files of entries were hashed.
-- `work/<random>/`: a download in progress; never read, removed when it is old.
-- `pins/<digest>`: locked by each process whose requests use the entry (`pins.py`).
+- `work/<random>/`: a download in progress; never read, removed when its process is gone.
+- `pins/<name>`: locked by each process whose requests use the entry or that downloads into the folder (`pins.py`).
 - `lock`: held by a process while it adds or removes entries.
 
 The least recently used entries are removed first; a pinned entry stays. An entry is written under another name,
@@ -32,7 +32,6 @@ from serve_app.checkpoints.pins import Pins
 
 logger = logging.getLogger(__name__)
 
-_ABANDONED_S: Final = 6 * 3600.0
 _TOUCH_S: Final = 1.0
 
 
@@ -68,16 +67,21 @@ class DiskCache:
         """An empty folder for files of `nbytes` in total. It is removed afterwards unless published. Raises
         `CacheFull`.
         """
-        path = os.path.join(self._directory, "work", secrets.token_hex(8))
+        name = secrets.token_hex(8)
+        path = os.path.join(self._directory, "work", name)
         with self._locked():
             self._make_room(nbytes)
-            os.mkdir(path)
+            self._pins.pin(name)
             self._reserved[path] = nbytes
         try:
+            os.mkdir(path)
             yield path
         finally:
             self._reserved.pop(path, None)
             shutil.rmtree(path, ignore_errors=True)
+            self._pins.unpin(name)
+            with self._pins.alone(name):  # removes the lock's file
+                pass
 
     def publish(self, path: str, digest: str) -> str:
         """Turn a workspace that holds the checkpoint with this digest into its entry; returns the entry's folder."""
@@ -174,12 +178,9 @@ class DiskCache:
     def _make_room(self, nbytes: int) -> None:
         if nbytes > self._budget_bytes:
             raise CacheFull
-        now = time.time()
+        self._clear_abandoned()
         entries = sorted(_entries(os.path.join(self._directory, "content")), key=lambda entry: entry.used_at)
         work = list(_entries(os.path.join(self._directory, "work")))
-        for abandoned in [one for one in work if now - one.used_at > _ABANDONED_S and one.path not in self._reserved]:
-            shutil.rmtree(abandoned.path, ignore_errors=True)
-            work.remove(abandoned)
         used = sum(entry.nbytes for entry in entries)
         used += sum(max(one.nbytes, self._reserved.get(one.path, 0)) for one in work)
         for entry in entries:
@@ -192,6 +193,13 @@ class DiskCache:
                     used -= entry.nbytes
         if used + nbytes > self._budget_bytes:
             raise CacheFull
+
+    def _clear_abandoned(self) -> None:
+        """Remove what processes have left that are gone."""
+        for one in os.scandir(os.path.join(self._directory, "work")):
+            with self._pins.alone(one.name) as is_abandoned:
+                if is_abandoned:
+                    shutil.rmtree(one.path, ignore_errors=True)
 
     def _remove(self, entry: str) -> None:
         """Rename the entry first, so that no reader finds a part of it."""

@@ -34,7 +34,9 @@ _TAR = ".tar"
 class ListedCheckpoint:
     """A listed checkpoint. `changed_at`: in seconds since 1970, 0 where the store gives none. `base_model`: the model
     it was trained on, None when the checkpoint does not name it. `problem`: why it cannot be sampled, None if no reason
-    is known. A listing reads only the first bytes of local files. The other fields: who may use it, and until when.
+    is known. A listing reads only the first bytes of local files. `owner`, `public` and `expires_at`: who may use it,
+    and until when. `digest`: the content that it had when it was read last, None if it was not; `is_here`: that content
+    is on a disk of this machine.
     """
 
     path: CheckpointPath
@@ -44,6 +46,8 @@ class ListedCheckpoint:
     owner: str | None = None
     public: bool = False
     expires_at: datetime | None = None
+    digest: str | None = None
+    is_here: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -187,7 +187,7 @@ class LocalRoot:
         """
         loop = asyncio.get_running_loop()
         async with self._threads.in_time():
-            seen = await loop.run_in_executor(self._threads.looks, self._look, path)
+            seen = await loop.run_in_executor(self._threads.looks, self._threads.answering(self._look), path)
         if seen is None:
             return None
         if seen.known is not None and not seen.is_tar:
@@ -199,7 +199,11 @@ class LocalRoot:
 
     def has_had(self, path: CheckpointPath) -> bool:
         """Whether the path existed when it was looked at last."""
-        return path in self._sightings or self._cache.notes.has(self._name(path))
+        return path in self._sightings or self.last(path) is not None
+
+    def last(self, path: CheckpointPath) -> str | None:
+        """The digest of the content that was read last, as far as it was noted."""
+        return self._cache.notes.last(self._name(path))
 
     def doubt(self, digest: str) -> None:
         """Nothing that was found to have this content is taken to have it any more."""

@@ -53,10 +53,11 @@ class Notes:
             return None
         return str(found[0])
 
-    def has(self, name: str) -> bool:
-        """Whether there is a note under this name, for whichever state."""
-        query = "SELECT 1 FROM notes WHERE name = ?"
-        return self._ask(lambda notes: notes.execute(query, (name,)).fetchone(), None) is not None
+    def last(self, name: str) -> str | None:
+        """The digest in the note under this name, for whichever state."""
+        query = "SELECT digest FROM notes WHERE name = ?"
+        found = self._ask(lambda notes: notes.execute(query, (name,)).fetchone(), None)
+        return None if found is None else str(found[0])
 
     def put(self, name: str, state: str, text: str, digest: str) -> None:
         """Replace the note under this name. `digest`: the content that it is about."""

@@ -22,9 +22,21 @@ class Pins:
 
     def pin(self, digest: str) -> None:
         """Each is given back by one `unpin`."""
+        if self._pin_again(digest):
+            return
+        descriptor = self._open(digest, fcntl.LOCK_SH)  # may wait for who removes the entry
+        if self._pin_again(digest, descriptor):
+            os.close(descriptor)
+
+    def _pin_again(self, digest: str, descriptor: int | None = None) -> bool:
+        """Whether the process has the lock already; if not, it has it with `descriptor` from now on."""
         with self._mutex:
-            descriptor, number = self._held.get(digest) or (self._open(digest, fcntl.LOCK_SH), 0)
-            self._held[digest] = descriptor, number + 1
+            held = self._held.get(digest)
+            if held is not None:
+                self._held[digest] = held[0], held[1] + 1
+            elif descriptor is not None:
+                self._held[digest] = descriptor, 1
+            return held is not None
 
     def unpin(self, digest: str) -> None:
         with self._mutex:

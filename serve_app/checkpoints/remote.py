@@ -139,8 +139,12 @@ class RemoteRoot:
         """Whether the path existed when the store was asked last."""
         known = self._known.get(path)
         if known is None or known.listing is None:
-            return path not in self._absent and self._cache.notes.has(f"{self._url} {path}")
+            return path not in self._absent and self.last(path) is not None
         return True
+
+    def last(self, path: CheckpointPath) -> str | None:
+        """The digest of the content that was downloaded last, as far as it was noted."""
+        return self._cache.notes.last(f"{self._url} {path}")
 
     def doubt(self, digest: str) -> None:
         """Nothing that was found to have this content is taken to have it any more."""
@@ -152,7 +156,7 @@ class RemoteRoot:
         """Refresh the listing; drop the outcome of an older one."""
         try:
             async with self._threads.in_time():
-                listing = await self._listings.run(path, lambda: self._list(path))
+                listing = await self._listings.run(path, self._threads.answering(lambda: self._list(path)))
         except StoreFailed as exc:
             known.error = NoAnswer(f"The store of the checkpoint {path} does not answer.")
             known.asked_at, known.until = time.monotonic(), time.monotonic() + _FAILED_S

@@ -6,9 +6,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 from serve_app.base.errors import CheckpointUnavailable
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LOOK_S: Final = 5.0
 _PASSED_BY_S: Final = 10.0
@@ -35,8 +38,8 @@ class RootThreads:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
-        """For one look. After one that took too long, the root is passed by at once for a while. Then one request looks
-        again, and the others pass by until it has its answer. Raises `NoAnswer`.
+        """For one look. After one that took too long, the root is passed by at once for a while, or until it answers.
+        Then one request looks again, and the others pass by until it has its answer. Raises `NoAnswer`.
         """
         now = self._elapsed()
         if now < self._passed_by_until:
@@ -50,6 +53,17 @@ class RootThreads:
             self._pass_by()
             raise NoAnswer(f"A store of checkpoints did not answer within {self._look_s:g} s.") from exc
         self._passed_by_until = -math.inf
+
+    def answering(self, call: Callable[P, T]) -> Callable[P, T]:
+        """The call, which shows when it ends that the root answers. It may be this process that was stopped."""
+
+        def answer(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._passed_by_until = -math.inf
+
+        return answer
 
     def _pass_by(self) -> None:
         self._passed_by_until = self._elapsed() + _PASSED_BY_S

@@ -8,12 +8,13 @@ announcement: the first request after its last byte was written finds it. The sa
 
 import asyncio
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from serve_app.base.single_flight import SingleFlight
 from serve_app.checkpoints.checkpoint import Checkpoint, is_open_to
 from serve_app.checkpoints.disk_cache import CacheFull, DiskCache
 from serve_app.checkpoints.filesystem import FileSystem, StoreFailed
-from serve_app.checkpoints.listing import Search, search_files, search_folder
+from serve_app.checkpoints.listing import ListedCheckpoint, Search, search_files, search_folder
 from serve_app.checkpoints.local import LocalRoot
 from serve_app.checkpoints.pages import Listing, Merged, Position, position_of
 from serve_app.checkpoints.remote import RemoteRoot
@@ -253,7 +254,15 @@ class CheckpointStore:
         merged = self._merged
         if not merged.is_of(searches):
             merged = self._merged = Merged.of(searches)
-        return merged.page(owner, after)
+        page = merged.page(owner, after)
+        return replace(page, checkpoints=tuple(self._with_content(searches, one) for one in page.checkpoints))
+
+    def _with_content(self, searches: tuple[Search, ...], checkpoint: ListedCheckpoint) -> ListedCheckpoint:
+        roots = zip(searches, self._roots, strict=True)
+        root = next(root for search, root in roots if checkpoint.path in search.found)
+        digest = root.last(checkpoint.path)
+        is_copied = digest is not None and os.path.isdir(self._cache.entry(digest))
+        return replace(checkpoint, digest=digest, is_here=is_copied or isinstance(root, LocalRoot))
 
     async def _search(self, number: int) -> Search:
         kept = self._searches.get(number)

@@ -38,7 +38,8 @@ async def check_checkpoint(config: DeployConfig, path: CheckpointPath, model_id:
         model, args = _base(config, checkpoint, model_id)
         targets = LoraTargets.of(_skeleton(args))
         limits = {"max_rank": args.max_adapter_rank, "max_bytes": args.max_adapter_file_bytes}
-        weights = read_adapter(checkpoint.adapter, targets, **limits)
+        async with store.keep(checkpoint.adapter):
+            weights = read_adapter(checkpoint.adapter, targets, **limits)
         return [
             f"digest    {checkpoint.digest}",
             f"base      {model.id} (the checkpoint says {checkpoint.base_model})",

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 _TIMEOUT_S = 600.0
 
@@ -39,6 +39,12 @@ class Client:
         with self._request("POST", "/completions", body) as reply:
             text: str = json.load(reply)["choices"][0]["text"]
             return text
+
+    def load(self, model: str) -> list[dict[str, Any]]:
+        """What each replica says about loading a checkpoint. Raises `ServiceRefused`."""
+        with self._request("POST", f"/models/{quote(model, safe='')}/load", None) as reply:
+            loads: list[dict[str, Any]] = json.load(reply)["data"]
+            return loads
 
     def _request(self, method: str, path: str, body: object) -> http.client.HTTPResponse:
         split = urlsplit(self.url)

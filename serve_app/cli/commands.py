@@ -150,8 +150,12 @@ def _check_checkpoint(options: argparse.Namespace) -> None:
 
 
 def _warm_checkpoint(options: argparse.Namespace) -> None:
-    """Load a checkpoint by generating one token with it."""
-    _client(options).complete(options.path, "\n", max_tokens=1)
+    """Have every replica load a checkpoint. Raises `ServiceRefused` if one cannot."""
+    loads = _client(options).load(options.path)
+    for load in loads:
+        say(f"{load['replica']}: {load['error'] or format(load['seconds'], '.3f') + ' s'}")
+    if any(load["error"] for load in loads):
+        raise ServiceRefused(f"{options.path} is not loaded by every replica.")
     say(f"{options.path} is loaded.")
 
 
@@ -245,7 +249,7 @@ def _add_checkpoint_commands(commands: Subparsers) -> None:
     command.add_argument("path", help="tinker://RUN/sampler_weights/NAME")
     command.add_argument("--model", help="the base model, if the checkpoint does not name it")
     _add_config(command)
-    command = _add(checkpoints, "warm", _warm_checkpoint, "load a checkpoint in a running service")
+    command = _add(checkpoints, "warm", _warm_checkpoint, "have every replica of a running service load a checkpoint")
     command.add_argument("path", help="tinker://RUN/sampler_weights/NAME")
     _add_client(command)
 

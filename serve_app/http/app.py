@@ -18,6 +18,7 @@ from serve_app.access.auth import Caller
 from serve_app.api.answer import Answer, Edge, FinishedAnswer
 from serve_app.api.chat import CHATS
 from serve_app.api.completions import COMPLETIONS
+from serve_app.api.loading import load_everywhere
 from serve_app.api.model_listing import describe, list_checkpoints, list_endpoints, list_models
 from serve_app.api.opening import (
     PARSE_US_PER_BYTE,
@@ -79,6 +80,7 @@ def build_http_app(service: Service) -> Starlette:
             _route("GET", f"{prefix}/usage", handlers.usage),
             _route("GET", f"{prefix}/models", handlers.models),
             _route("GET", f"{prefix}/models/{{slug:path}}/endpoints", handlers.endpoints),
+            _route("POST", f"{prefix}/models/{{id:path}}/load", handlers.load),
             _route("GET", f"{prefix}/models/{{id:path}}", handlers.model),
         ]
     app = Starlette(routes=routes, middleware=layers(service), exception_handlers={HTTPException: _no_route})
@@ -145,6 +147,14 @@ class Handlers:
 
     async def model(self, exchange: Exchange) -> None:
         await self._describe(exchange, exchange.scope["path_params"]["id"])
+
+    async def load(self, exchange: Exchange) -> None:
+        requested: str = exchange.scope["path_params"]["id"]
+        exchange.record.asked_for(requested)
+        with self._admitted(exchange.caller):
+            async with CancelOnDisconnect(exchange):
+                loads = await load_everywhere(self._edge(), exchange.caller, exchange.record, requested)
+        await exchange.send_json(200, loads)
 
     async def endpoints(self, exchange: Exchange) -> None:
         slug: str = exchange.scope["path_params"]["slug"]

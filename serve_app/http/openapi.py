@@ -44,6 +44,7 @@ _TYPES: Mapping[str, tuple[JsonSchemaMode, type]] = {
     "UsageList": ("serialization", replies.UsageList),
     "ModelList": ("serialization", replies.ModelList),
     "EndpointList": ("serialization", replies.EndpointList),
+    "LoadList": ("serialization", replies.LoadList),
     "StatusReply": ("serialization", replies.StatusReply),
     "VersionReply": ("serialization", replies.VersionReply),
     "ErrorReply": ("serialization", replies.ErrorReply),
@@ -177,6 +178,14 @@ def _paths(limits: LimitsConfig) -> Object:
                 "retrieveModel",
                 "A base model, a variant, a checkpoint, or a marketplace slug.",
                 _responses(("ModelReply", "SlugReply"), (400, 401, 404, 422, 429, 500, 503)),
+                (_parameter("path", "id", "Percent-encoded, including slashes."),),
+            )
+        },
+        "/v1/models/{id}/load": {
+            "post": _operation(
+                "loadCheckpoint",
+                "Has every running replica of the base model load a checkpoint, so that no request waits for it.",
+                _responses(("LoadList",), (400, 401, 404, 422, 429, 500, 503)),
                 (_parameter("path", "id", "Percent-encoded, including slashes."),),
             )
         },

@@ -2,13 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from engines.interface.protocol import GenerateRequest, TokenDelta
 from serve_app.base.errors import FirstTokenTimeout, ReplicaLost
+from serve_app.replicas.status import ON_REPLICA
 from serve_app.replicas.token_gaps import TokenGaps
+
+
+def on_replica(replica_id: str) -> str:
+    """The affinity of a request that only this replica may run."""
+    return ON_REPLICA + replica_id
 
 
 class Replicas(Protocol):
@@ -18,9 +24,16 @@ class Replicas(Protocol):
         """The deltas of one generation; the last one has a finish reason. Closing the iterator ends the generation at
         once.
 
-        Requests with the same `affinity` (other than "") prefer the same replica. Raises an `EngineError`, `NoReplica`
+        Requests with the same `affinity` (other than "") prefer the same replica; with `on_replica(…)` they run on that
+        one only. Raises an `EngineError`, `NoReplica`
         or `ReplicaLost`.
         """
+
+    def running(self, deployment: str) -> Sequence[str]:
+        """The ids of the replicas that take requests, as far as they are known."""
+
+    def held(self, deployment: str) -> Collection[bytes]:
+        """The `adapter_key` of each adapter in a device slot of a replica, as far as it is known."""
 
     async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
         """For each deployment None if it can produce a token, else the reason. Decided by its engine's progress,

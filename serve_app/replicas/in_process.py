@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from engines.interface.errors import EngineError
 from engines.interface.protocol import Engine, GenerateRequest, Output, TokenDelta
 from serve_app.base.errors import ClientTooSlow, NoReplica
+from serve_app.replicas.status import adapter_key
 from serve_app.replicas.unread import Unread
 
 
@@ -81,6 +82,13 @@ class LocalReplicas:
             del self._streams[request.request_id]
             if not finished:
                 engine.abort(request.request_id)
+
+    def running(self, deployment: str) -> Sequence[str]:
+        return [] if self._why_not(deployment) else [deployment]
+
+    def held(self, deployment: str) -> Collection[bytes]:
+        engine = self._engines.get(deployment)
+        return [] if engine is None else {adapter_key(digest) for digest in engine.stats().adapters}
 
     async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
         return {deployment: self._why_not(deployment) for deployment in deployments}

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
 
@@ -58,6 +58,12 @@ class RayReplicas:
         if self._listener is None:
             return self._over_serve(deployment, handle, request)
         return self._over_channel(deployment, handle, request, self._listener)
+
+    def running(self, deployment: str) -> Sequence[str]:
+        return self._watch.running(deployment)
+
+    def held(self, deployment: str) -> Collection[bytes]:
+        return self._watch.held(deployment)
 
     async def readiness(self, deployments: Collection[str]) -> Mapping[str, str | None]:
         for deployment in deployments:

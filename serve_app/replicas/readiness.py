@@ -105,6 +105,16 @@ class ReadinessWatch:
             return "it is still being loaded"
         return _SILENT if status.running else "its replicas have ended"
 
+    def running(self, app: str) -> tuple[str, ...]:
+        """The ids of the replicas that make progress."""
+        replicas = self._reports.replicas(app) or ()
+        return tuple(replica.replica_id for replica in replicas if replica.is_ready and not replica.is_silent)
+
+    def held(self, app: str) -> frozenset[bytes]:
+        """The adapters in device slots of its replicas."""
+        replicas = self._reports.replicas(app) or ()
+        return frozenset[bytes]().union(*(replica.adapters for replica in replicas))
+
     def silent(self, app: str) -> frozenset[str]:
         """The replicas whose last report is too old."""
         return self._reports.silent(app)

@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from serve_app.replicas import reports  # import the module: a value from it would be copied into the pickle
 from serve_app.replicas.rendezvous import Key
 from serve_app.replicas.reports import ReplicaState
-from serve_app.replicas.status import adapter_key
+from serve_app.replicas.status import ON_REPLICA, adapter_key
 
 STATUS_METHOD = "tell_status"
 """The replica's method that is called on one certain replica, whose id is the call's `session_id`."""
@@ -160,6 +160,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if metadata.call_method == STATUS_METHOD:
             return [[replicas[metadata.session_id]]] if metadata.session_id in replicas else []
+        if metadata.session_id.startswith(ON_REPLICA):
+            only = metadata.session_id.removeprefix(ON_REPLICA)
+            return [[replicas[only]]] if only in replicas else []
         wish = Wish(metadata.session_id, metadata.multiplexed_model_id, metadata.internal_request_id)
         chosen = choose(self._candidates(replicas, wish), wish, self._patience)
         return [[replicas[candidate.replica_id]] for candidate in chosen]

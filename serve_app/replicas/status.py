@@ -23,6 +23,11 @@ STATUS_BEAT_S = 1.0
 _KEY_BYTES = 8
 _SCARCE_SHARE = 1 / 16  # of the KV cache
 
+ON_REPLICA = "replica:"
+"""How the affinity of a request begins that only one replica may run; its id follows. Other affinities begin with other
+words.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

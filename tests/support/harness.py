@@ -47,6 +47,7 @@ OTHER_KEY = "rh-other-key"
 CONTEXT = 4096
 KEEP_ALIVE_S = 0.15
 NEXT_PAGE = "the-rest"
+HERE = "/nowhere"
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class StoredCheckpoint:
     """What a checkpoint store returns, without files."""
 
     digest: str
-    directory: str = "/nowhere"
+    directory: str = HERE
     base_model: str | None = CHAT
     owner: str | None = None
     public: bool = False
@@ -101,7 +102,14 @@ class MemoryCheckpoints:
         if after not in (None, NEXT_PAGE):
             raise InvalidRequest(f"after must be the 'next' of an earlier page, got {after!r}.", "after")
         mine = tuple(
-            ListedCheckpoint(parse_checkpoint_path(path), 1_750_000_000.5, found.base_model, found.problem)
+            ListedCheckpoint(
+                parse_checkpoint_path(path),
+                1_750_000_000.5,
+                found.base_model,
+                found.problem,
+                digest=found.digest,
+                is_here=found.directory == HERE,
+            )
             for path, found in self.held.items()
             if isinstance(found, StoredCheckpoint) and is_open_to(found.owner, public=found.public, caller=owner)
         )

@@ -100,11 +100,15 @@ class _ModelHead(TypedDict):
 class CheckpointReply(_ModelHead):
     """A checkpoint in GET /models. `created`: time of the last change, 0 where the store gives none. `base_model`: the
     served model that it was trained on, null when the checkpoint does not name it. `error`: why it cannot be sampled,
-    null if no reason is known. A listing reads only the first bytes of local files.
+    null if no reason is known. A listing reads only the first bytes of local files. `digest`: the content that was read
+    last, null if none was. `tier`: where that content is: in a device slot of a replica, on a disk of the ingress, or
+    only in the store.
     """
 
     base_model: str | None
     error: str | None
+    digest: str | None
+    tier: Literal["device", "disk", "store"]
 
 
 class ModelReply(_ModelHead):
@@ -126,6 +130,25 @@ class ModelList(TypedDict):
     data: list[ModelReply | SlugReply | CheckpointReply]
     has_more: bool
     next: str | None
+
+
+class LoadReply(TypedDict):
+    """How one replica loaded a checkpoint. `seconds`: until it had sampled a token, null if it could not; then `error`
+    says why.
+    """
+
+    replica: str
+    object: Literal["load"]
+    seconds: float | None
+    error: str | None
+
+
+class LoadList(TypedDict):
+    """One entry per running replica. `digest`: the content that was loaded."""
+
+    object: Literal["list"]
+    digest: str
+    data: list[LoadReply]
 
 
 class PriceReply(TypedDict):

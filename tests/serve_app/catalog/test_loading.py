@@ -314,9 +314,9 @@ def test_the_wait_for_what_hangs_is_bounded_from_its_beginning(model_folders: di
             with pytest.raises(NoReplica):
                 await loading.wait()
             took.append(loop.time() - began)
-        assert took[0] == pytest.approx(0.3, abs=0.2)
-        assert max(took[1:]) < 0.1
+        assert took[0] > 0.99
+        assert sum(took[1:]) < 1.0, "the bound began anew"
         load.let_all_go()
         await loading.outcome
 
-    run(load, wait, wait_s=0.3)
+    run(load, wait, wait_s=1.0)

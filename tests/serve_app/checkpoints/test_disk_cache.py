@@ -149,16 +149,24 @@ def test_what_is_being_fetched_counts_against_the_budget(tmp_path: Path) -> None
     _put(cache, 1)
 
 
-def test_what_another_process_left_half_done_is_removed_when_it_is_old(tmp_path: Path) -> None:
+def test_what_a_process_left_half_done_that_is_gone_is_removed(tmp_path: Path) -> None:
     cache = DiskCache(str(tmp_path), 2 * SIZE)
     left = tmp_path / "work" / "left"
     left.mkdir(parents=True)
     (left / WEIGHTS_FILE).write_bytes(bytes(2 * SIZE))
-    with pytest.raises(CacheFull):
-        _put(cache, 1)
-    _age(str(left), 7 * 3600)
     _put(cache, 1)
     assert not left.exists()
+
+
+def test_what_another_process_is_fetching_stays_and_counts_against_the_budget(tmp_path: Path) -> None:
+    cache, other = (DiskCache(str(tmp_path), 2 * SIZE) for _ in range(2))
+    with other.workspace(SIZE) as workspace:
+        (Path(workspace) / WEIGHTS_FILE).write_bytes(bytes(2 * SIZE))
+        with pytest.raises(CacheFull):
+            _put(cache, 1)
+        assert Path(workspace).exists()
+    _put(cache, 1)
+    assert os.listdir(tmp_path / "pins") == []
 
 
 @pytest.mark.parametrize("damage", ["changed", "short", "missing", "empty"])

@@ -27,6 +27,7 @@ from tests.support.files.checkpoint_files import (
     config,
     digest,
     files,
+    later,
     opened_store,
     run,
     tar_bytes,
@@ -170,6 +171,25 @@ def test_what_is_no_page_s_next_is_refused(tmp_path: Path, after: str) -> None:
         with pytest.raises(InvalidRequest, match="after must be the 'next' of an earlier page, got '") as refusal:
             run(lambda: store.list(None, after))
         assert refusal.value.param == "after"
+
+
+def test_a_listing_tells_the_content_that_was_read_last_and_whether_it_is_here(tmp_path: Path) -> None:
+    memory, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}"
+    write(tmp_path / "root", files(1), _path("local"))
+    write(tmp_path / "root", files(2), _path("unread"))
+    for name in ("remote", "far"):
+        for file, content in files(3).items():
+            memory.pipe_file(f"{url}/r/sampler_weights/{name}/{file}", content)
+    with opened_store(tmp_path / "root", url, cache=tmp_path / "c", clock=later()) as store:
+        for name in ("local", "remote"):
+            run(lambda name=name: store.resolve(_path(name)))
+        listing = run(lambda: store.list(None))
+    assert {one.path.name: (one.digest, one.is_here) for one in listing.checkpoints} == {
+        "local": (digest(files(1)), True),
+        "unread": (None, True),
+        "remote": (digest(files(3)), True),
+        "far": (None, False),
+    }
 
 
 def test_a_listing_is_made_once_for_all_who_ask_within_seconds(tmp_path: Path) -> None:

@@ -170,10 +170,10 @@ def test_the_oldest_notes_go(tmp_path: Path) -> None:
     for i in range(30):
         notes.put(str(i), "s", "t", "d")
     notes.put("25", "s", "new", "d")
-    assert [name for name in map(str, range(30)) if notes.has(name)] == [str(i) for i in range(21, 30)]
+    assert [name for name in map(str, range(30)) if notes.last(name)] == [str(i) for i in range(21, 30)]
     assert notes.get("25", "s") == "new"
     notes.forget("d")
-    assert not notes.has("25")
+    assert notes.last("25") is None
     notes.close()
 
 

@@ -110,6 +110,22 @@ def test_a_root_that_hung_is_asked_again_by_one_request_at_a_time(slow: str, roo
         assert run(lambda: ask(store)).digest == digest(files(1))
 
 
+def test_a_root_that_answers_late_is_asked_again_at_once(slow: str, root: Path, tmp_path: Path) -> None:
+    write(root, files(2))
+    _put(slow, files(1))
+    Slow.goes_on.clear()
+
+    async def ask(store: CheckpointStore) -> Checkpoint:
+        assert (await store.resolve(PATH)).digest == digest(files(2))
+        Slow.goes_on.set()
+        while (found := await store.resolve(PATH)).digest == digest(files(2)):  # noqa: ASYNC110 - has no event
+            await asyncio.sleep(0)  # until the late answer has come
+        return found
+
+    with opened_store(slow, root, cache=tmp_path / "c", look_s=2.0, recheck_s=0.0, elapsed=lambda: 0.0) as store:
+        assert run(lambda: ask(store)).digest == digest(files(1))
+
+
 def test_a_root_that_hangs_keeps_nobody_from_what_another_root_has(slow: str, root: Path, tmp_path: Path) -> None:
     write(root, files())
     Slow.goes_on.clear()

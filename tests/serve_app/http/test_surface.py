@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 
 from engines.interface.errors import AdapterRefused
-from tests.support.harness import BASE, CHAT, KEY, NEXT_PAGE, OTHER_KEY, RunningEdge, StoredCheckpoint
+from tests.support.harness import BASE, CHAT, HERE, KEY, NEXT_PAGE, OTHER_KEY, RunningEdge, StoredCheckpoint
 from tests.support.wire import error, exchange, post_head, read_response
 
 pytest_plugins = ("tests.support.edge_fixtures",)
@@ -280,6 +280,8 @@ def test_checkpoints_are_listed_when_asked_for(edge: RunningEdge) -> None:
         "owned_by": "user",
         "base_model": CHAT,
         "error": None,
+        "digest": "3",
+        "tier": "disk",
     }
     assert body["has_more"] is False
 
@@ -311,6 +313,19 @@ def test_a_listing_says_what_is_broken_and_names_bases_as_requests_do(edge: Runn
     assert [(item["base_model"], item["error"]) for item in items] == [
         (BASE, "The checkpoint is not complete."),
         (None, None),
+    ]
+
+
+def test_a_listing_says_where_the_content_of_a_checkpoint_is(edge: RunningEdge) -> None:
+    for name, directory in (("used", HERE), ("here", HERE), ("far", "/elsewhere")):
+        edge.checkpoints.held[f"tinker://r/sampler_weights/{name}"] = StoredCheckpoint(f"of-{name}", directory)
+    assert edge.chat(model="tinker://r/sampler_weights/used", max_tokens=1).status_code == 200
+    with edge.http() as client:
+        items = client.get("/models?checkpoints=1").json()["data"][-3:]
+    assert [(item["digest"], item["tier"]) for item in items] == [
+        ("of-used", "device"),
+        ("of-here", "disk"),
+        ("of-far", "store"),
     ]
 
 

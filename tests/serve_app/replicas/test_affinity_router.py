@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
 
+from serve_app.replicas.generation import on_replica
 from serve_app.replicas.reports import REPLICA_REPORTS, Report
 from serve_app.replicas.router import STATUS_METHOD, AffinityRouter
 from serve_app.replicas.status import Load, Status
@@ -56,6 +57,14 @@ def test_a_call_to_a_certain_replica_goes_nowhere_else():
     ingress = Ingress()
     assert ingress.choose(STATUS_METHOD, "b") == ["b"]
     assert ingress.choose(STATUS_METHOD, "gone") == []
+
+
+def test_a_request_for_one_replica_goes_nowhere_else_however_busy_it_is():
+    ingress = Ingress()
+    ingress.send("b", 10)
+    for method in ("run", "generate"):
+        assert ingress.choose(method, on_replica("b")) == ["b"]
+        assert ingress.choose(method, on_replica("gone")) == []
 
 
 def test_the_calls_of_this_ingress_count_from_when_they_are_sent_until_they_end():

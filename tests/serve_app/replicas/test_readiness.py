@@ -9,6 +9,7 @@ import pytest
 
 from serve_app.replicas.readiness import AppStatus, ReadinessWatch
 from serve_app.replicas.reports import ReplicaReports, Report
+from serve_app.replicas.status import adapter_key, pack_adapters
 from tests.support.replicas.report_clock import Clock, said
 
 HEALTHY = AppStatus("RUNNING", "HEALTHY", running=1)
@@ -45,6 +46,18 @@ async def looked(controller: Controller, replicas=None, **limits: float) -> tupl
 def state(status: AppStatus | None, replicas: Mapping[str, Report] = NONE) -> tuple[str | None, bool, bool]:
     watch, _ = asyncio.run(looked(Controller({"m": status} if status else {}), replicas))
     return watch.why_not_ready("m"), watch.is_down("m"), watch.has_failed("m")
+
+
+def test_those_that_make_progress_take_requests_and_the_adapters_of_all_are_known():
+    replicas = {
+        "r1": Report(adapters=pack_adapters(["d1", "d2"])),
+        "r2": Report(is_ready=False, adapters=pack_adapters(["d3"])),
+        "r3": Report(adapters=pack_adapters(["d2"])),
+    }
+    watch, _ = asyncio.run(looked(Controller(), replicas))
+    assert watch.running("m") == ("r1", "r3")
+    assert watch.held("m") == {adapter_key(digest) for digest in ("d1", "d2", "d3")}
+    assert (watch.running("unknown"), watch.held("unknown")) == ((), frozenset())
 
 
 def test_a_model_is_ready_when_one_replica_makes_progress():
