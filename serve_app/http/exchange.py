@@ -37,6 +37,7 @@ class Exchange:
     ticket: Ticket | None = None  # once it was admitted and its body was read
     response_started: bool = False
     response_ended: bool = False
+    wrote_at: float = 0.0  # some of the body, by `time.monotonic`
     waits_for_client: bool = False  # to read; stays true when the wait timed out
     extra_headers: dict[str, str] = field(default_factory=dict)
     before_end: Callable[[], None] | None = None
@@ -95,7 +96,7 @@ class Exchange:
 
     async def _send_body(self, message: Message) -> None:
         self.waits_for_client = True
-        began_at = time.monotonic()
+        began_at = self.wrote_at = time.monotonic()
         await self.send(message)
         took_s = time.monotonic() - began_at
         if took_s > _OWN_WORK_S:

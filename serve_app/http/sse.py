@@ -4,10 +4,10 @@ event.
 
 import asyncio
 import json
-from collections.abc import Coroutine
+import time
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from serve_app.api.answer import Answer
 from serve_app.api.slugs.relayed import RelayedAnswer
@@ -25,22 +25,22 @@ async def send_answer(exchange: Exchange, answer: Answer, keep_alive_s: float) -
     `send_failure`.
     """
     await exchange.start(200, HEADERS)
-    async with EventStream(exchange, keep_alive_s) as events, aclosing(answer.parts()) as parts:
+    async with EventStream(exchange, keep_alive_s), aclosing(answer.parts()) as parts:
         beginning = answer.chunks.begin()
         async for part in parts:
             is_long = len(part.scored) > _MANY_SCORES
             content = beginning + (await answer.shown(part) if is_long else answer.chunks.part(part))
             beginning = b""
             if content:
-                await events.write(content)
+                await exchange.write(content)
     return answer.chunks.end(answer.reply.usage)
 
 
 async def send_relayed(exchange: Exchange, answer: RelayedAnswer, keep_alive_s: float) -> bytes:
     """The same for a remote endpoint. Raises `UpstreamLost`; then call `send_failure`."""
     await exchange.start(200, HEADERS)
-    async with EventStream(exchange, keep_alive_s) as events:
-        await answer.pass_on(events.write)
+    async with EventStream(exchange, keep_alive_s):
+        await answer.pass_on(exchange.write)
     return answer.end()
 
 
@@ -58,12 +58,11 @@ class EventStream:
     def __init__(self, exchange: Exchange, keep_alive_s: float) -> None:
         self._exchange = exchange
         self._keep_alive_s = keep_alive_s
-        self._loop = asyncio.get_running_loop()
-        self._wrote_at = self._loop.time()
         self._heart: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._heart = self._loop.create_task(self._beat())
+        self._exchange.wrote_at = time.monotonic()
+        self._heart = asyncio.get_running_loop().create_task(self._beat())
         return self
 
     async def __aexit__(
@@ -73,14 +72,10 @@ class EventStream:
         self._heart.cancel()
         await asyncio.wait({self._heart})
 
-    def write(self, content: bytes) -> Coroutine[Any, Any, None]:
-        self._wrote_at = self._loop.time()
-        return self._exchange.write(content)
-
     async def _beat(self) -> None:
         while True:
-            silent_s = self._loop.time() - self._wrote_at
+            silent_s = time.monotonic() - self._exchange.wrote_at
             if silent_s < self._keep_alive_s:
                 await asyncio.sleep(self._keep_alive_s - silent_s)
             else:
-                await self.write(_KEEP_ALIVE)
+                await self._exchange.write(_KEEP_ALIVE)

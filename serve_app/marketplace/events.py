@@ -39,7 +39,7 @@ class Events:
 
     def feed(self, content: bytes) -> list[Event]:
         """The events that end in these bytes. Raises `EventTooLong`."""
-        if self._is_between_events() and len(content) <= self._max_bytes and (one := _ONE_EVENT.fullmatch(content)):
+        if self.is_between_events and len(content) <= self._max_bytes and (one := _ONE_EVENT.fullmatch(content)):
             return [Event(one[1])]
         if self._may_begin_with_lf and content.startswith(b"\n"):
             content = content[1:]  # the rest of a CRLF that was cut
@@ -62,7 +62,9 @@ class Events:
             self._take(line, events)
         return events
 
-    def _is_between_events(self) -> bool:
+    @property
+    def is_between_events(self) -> bool:
+        """Whether nothing of an event is held, and the next byte begins a line."""
         return not (self._line or self._data or self._name or self._may_begin_with_lf or self._is_first_line)
 
     def _whole(self, end: bytes) -> bytes:

@@ -63,7 +63,7 @@ class Used:
 
 
 class _Pattern(NamedTuple):
-    """An event that was read, with a hole for its text, and what the client gets around it."""
+    """An event that was read, as its bytes come, with a hole for its text, and what the client gets around it."""
 
     before: bytes
     after: bytes
@@ -74,7 +74,7 @@ class _Pattern(NamedTuple):
 class Relay:
     """One reply of an upstream.
 
-    Most events differ from the last one by their text only. Such an event is not read again: it means what that one
+    Most events differ from the last one by their text only. `again` does not read such an event: it means what that one
     meant, with another text.
     """
 
@@ -87,6 +87,7 @@ class Relay:
         self._bounds = bounds
         self._wants_usage = wants_usage
         self._secret = secret
+        self._key = secret.plain
         self._usage: JsonObject = {}
         self._usage_chunk = b""  # held to the end
         self._last: JsonObject = {}
@@ -143,21 +144,19 @@ class Relay:
         shown = {"usage": self._shown()} if self.is_doubtful else {}
         return edited(content, {"model": self._model, **shown})
 
-    def _chunk(self, event: Event) -> bytes:
-        if self._pattern is not None and not event.name and (text := self._text_in(event.data, self._pattern)):
-            self._num_guessed += 1
-            return b"".join((self._pattern.shown_before, text, self._pattern.shown_after))
-        return self._read(event)
-
-    def _text_in(self, data: bytes, pattern: _Pattern) -> bytes:
-        """The text, as JSON has it; empty if this event must be read."""
-        if not (data.startswith(pattern.before) and data.endswith(pattern.after)):
+    def again(self, piece: bytes) -> bytes:
+        """What the client gets for a piece that is one event like the last one; empty if it must be read."""
+        pattern = self._pattern
+        if pattern is None or not (piece.startswith(pattern.before) and piece.endswith(pattern.after)):
             return b""
-        text = data[len(pattern.before) : -len(pattern.after)]
-        is_plain = _PLAIN.fullmatch(text) is not None and not self._secret.is_in(text)
-        return text if is_plain and len(data) > len(pattern.before) + len(pattern.after) else b""
+        text = piece[len(pattern.before) : -len(pattern.after)]
+        # A piece that is too short for both has no text left.
+        if _PLAIN.fullmatch(text) is None or (self._key and self._key in text):
+            return b""
+        self._num_guessed += 1
+        return b"".join((pattern.shown_before, text, pattern.shown_after))
 
-    def _read(self, event: Event) -> bytes:
+    def _chunk(self, event: Event) -> bytes:
         if self._is_done or event.data == DONE:
             self._is_done, self._pattern = True, None
             return b""
@@ -254,7 +253,7 @@ def _pattern_of(content: bytes, shown: bytes, choices: Sequence[JsonObject]) -> 
     hole = b'"%b"' % texts[0].encode() if len(texts) == 1 else b""
     if not _PLAIN.fullmatch(hole[1:-1]) or content.count(hole) != 1 or shown.count(hole) != 1:
         return None
-    (before, after), (shown_before, shown_after) = content.split(hole), shown.split(hole)
+    (before, after), (shown_before, shown_after) = (b"data: %b\n\n" % content).split(hole), shown.split(hole)
     if not before.endswith(_BEFORE_TEXT):
         return None  # it is spelled with escapes there, and stands elsewhere as it is
     return _Pattern(before + b'"', b'"' + after, shown_before + b'"', b'"' + shown_after)

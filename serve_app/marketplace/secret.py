@@ -18,12 +18,13 @@ class Secret:
         self._has_short_escapes = any(each in self._key for each in '"\\/')
         self._escaped = re.compile(b"".join(map(_spellings, self._bytes)))
 
+    @property
+    def plain(self) -> bytes:
+        """As it stands in a JSON string without escapes; empty for none."""
+        return self._bytes
+
     def hide_in(self, text: str) -> str:
         return text.replace(self._key, _SHOWN) if self._key else text
-
-    def is_in(self, content: bytes) -> bool:
-        """Whether it stands in these bytes of a JSON string that has no escapes."""
-        return bool(self._bytes) and self._bytes in content
 
     def hide_in_json(self, content: bytes) -> bytes:
         if not self._key:

@@ -7,10 +7,11 @@ looked at; none is passed on. It gets no header of the client.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
@@ -19,7 +20,7 @@ from serve_app.base.errors import ReplyOverLimit, UpstreamFailed, UpstreamOverLi
 from serve_app.base.public_addresses import NotPublic, PublicResolver
 from serve_app.config.marketplace import UpstreamConfig
 from serve_app.marketplace.events import Event, Events, EventTooLong
-from serve_app.marketplace.flow import Connection, Connector, flow
+from serve_app.marketplace.flow import Connection, Connector, flow, started
 from serve_app.marketplace.refusals import error_of, error_status, judged
 from serve_app.marketplace.relay import DONE, MAX_WHOLE_VALUES, SMALL_BYTES, parsed
 from serve_app.marketplace.secret import Secret
@@ -35,6 +36,7 @@ _STREAM: Final = "text/event-stream"
 _PAGES: Final = frozenset({"text/html", "application/xhtml+xml"})
 _IS_JSON: Final = re.compile(r"application/(.+\+)?json")
 Take = Callable[[Sequence[Event]], Awaitable[None] | None]
+Write = Callable[[bytes], Coroutine[Any, Any, None]]
 _BROKEN: Final = (aiohttp.ClientError, HttpProcessingError, OSError)
 
 
@@ -50,40 +52,41 @@ class UpstreamReply:
         self._events = Events()
         self._next: list[Event] = []  # came, and were not read yet
         self._is_over = False
-        self._take: Take | None = None
 
-    async def flow(self, take: Take) -> None:
-        """Give the events that come to `take` at once, until there is something that `read` must return. `take` returns
-        what must be waited for before more is read, None if nothing must. Raises `ReplyOverLimit`, and what `take` and
-        the wait raise.
+    async def flow(self, again: Callable[[bytes], bytes], write: Write, take: Take) -> None:
+        """Handle what comes at once, until there is something that `read` must return. `again` says what is written for
+        a piece that is one event like the last one, nothing for others: `take` gets the events of those. What either
+        waits for is waited for before more is read. Raises `ReplyOverLimit`, and what these raise.
         """
-        self._take = take
         self._watch.wait_begins()
         try:
-            await flow(self._response, self._step)
+            await flow(self._response, partial(self._step, again, write, take))
         except EventTooLong as exc:
             raise ReplyOverLimit(f"The upstream sent too much: {exc}.") from exc
         finally:
             self._watch.wait_ends()
 
-    def _step(self) -> Awaitable[None] | bool:
+    def _step(self, again: Callable[[bytes], bytes], write: Write, take: Take) -> Awaitable[None] | bool:
         content = self._response.content
         if self._next or self._is_over or content.is_eof() or content.exception() is not None:
             return False
-        if not (piece := content.read_nowait()):
-            return True
-        self._feed(piece)
-        if not self._next:
-            return True
-        if self._is_over or any(map(_may_be_error, self._next)):
-            return False
-        assert self._take is not None
-        events, self._next = self._next, []
-        self._watch.wait_begins()
-        rest = self._take(events)
+        piece = content.read_nowait()
+        if self._events.is_between_events and (shown := again(piece)):
+            rest = started(write(shown))
+        else:
+            if piece:
+                self._feed(piece)
+            if not self._next:
+                return True
+            if self._is_over or any(map(_may_be_error, self._next)):
+                return False
+            events, self._next = self._next, []
+            rest = take(events)
         if rest is not None:
             self._watch.wait_ends()  # it is the client who is waited for
-        return True if rest is None else rest
+            return rest
+        self._watch.wait_begins()
+        return True
 
     async def read(self) -> Sequence[Event]:
         """The events that came, at least one, the `[DONE]` included; none after the last one. An error comes alone.

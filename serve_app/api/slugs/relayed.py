@@ -1,20 +1,17 @@
 """An answer of a remote endpoint in progress: the upstream's reply, and what the client gets of it."""
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from serve_app.api.record import RequestRecord
 from serve_app.base.errors import UpstreamLost
 from serve_app.marketplace.events import Event
 from serve_app.marketplace.flow import started
 from serve_app.marketplace.relay import Relay
-from serve_app.marketplace.upstream import UpstreamReply
+from serve_app.marketplace.upstream import UpstreamReply, Write
 
 logger = logging.getLogger(__name__)
-
-Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +30,11 @@ class RelayedAnswer:
         """
 
         def take(events: Sequence[Event]) -> Awaitable[None] | None:
-            if len(events) > 1:
-                return started(self._write(events, write))
-            content = self.relay.pass_on(events)
-            return started(write(content)) if content else None
+            return started(self._write(events, write))
 
         while events := await self.reply.read():
             await self._write(events, write)
-            await self.reply.flow(take)
+            await self.reply.flow(self.relay.again, write, take)
 
     async def _write(self, events: Sequence[Event], write: Write) -> None:
         pieces: list[bytes] = []

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.base.errors import UpstreamLost
@@ -87,6 +87,22 @@ def spelled_alike(text: str, finish: str, more: Any, name: str, ascii_only: bool
     return json.dumps(value, separators=("," + blank, ":" + blank), ensure_ascii=ascii_only).encode()
 
 
+def as_it_comes(using: Relay, each: Event) -> bytes:
+    return using.again(b"data: %b\n\n" % each.data) or using.pass_on([each])
+
+
+def test_a_text_after_another_is_not_read_again() -> None:
+    using = relay()
+    content = using.pass_on([event(chunk("a"))])
+    for text in ("b", "a long text", " "):
+        assert using.again(b"data: %b\n\n" % event(chunk(text)).data) == content.replace(
+            b'"a"', b'"%b"' % text.encode()
+        )
+    using.pass_on([DONE])
+    assert using.again(b"data: %b\n\n" % event(chunk("b")).data) == b""
+
+
+@settings(deadline=None)
 @given(st.lists(ALIKE, max_size=8), SHAPES_OF_TEXT, st.booleans(), st.sampled_from(["", " "]), st.booleans())
 def test_an_event_that_is_like_the_last_one_means_what_it_means_alone(
     values: list[Any], name: str, ascii_only: bool, blank: str, wants: bool
@@ -94,7 +110,7 @@ def test_an_event_that_is_like_the_last_one_means_what_it_means_alone(
     events = [Event(spelled_alike(*value, name, ascii_only, blank)) for value in values]
     alone = [relay(wants_usage=wants, secret="sk-1/2345") for _ in events]
     using = relay(wants_usage=wants, secret="sk-1/2345")
-    assert [using.pass_on([each]) for each in events] == [
+    assert [as_it_comes(using, each) for each in events] == [
         own.pass_on([each]) for own, each in zip(alone, events, strict=True)
     ]
     assert using.used.completion == sum(own.used.completion for own in alone)
@@ -104,10 +120,10 @@ def test_an_event_that_is_like_the_last_one_means_what_it_means_alone(
 def test_the_key_and_what_is_no_json_are_found_in_an_event_like_the_last_one_too() -> None:
     using = relay(secret="sk-upstream-key")
     using.pass_on([event(chunk("a"))])
-    assert b"upstream-key" not in using.pass_on([event(chunk("my sk-upstream-key"))])
+    assert b"upstream-key" not in as_it_comes(using, event(chunk("my sk-upstream-key")))
     using.pass_on([event(chunk("a"))])
     with pytest.raises(UpstreamLost):
-        using.pass_on([Event(event(chunk("@")).data.replace(b"@", b"\xff"))])
+        as_it_comes(using, Event(event(chunk("@")).data.replace(b"@", b"\xff")))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +191,7 @@ def test_without_usage_tokens_are_estimated_from_what_came(usage: Any) -> None:
 COUNTS = st.integers(0, 100) | st.integers(0, 2**31 - 1)
 
 
+@settings(deadline=None)
 @given(prompt=COUNTS, completion=COUNTS, cached=COUNTS, reasoning=COUNTS, wants=st.booleans(), own=st.booleans())
 def test_no_more_is_believed_than_the_request_can_have_used(
     prompt: int, completion: int, cached: int, reasoning: int, wants: bool, own: bool
