@@ -20,7 +20,7 @@ from renderers.replies.detokenize import token_table
 from renderers.replies.stop import StopMatcher
 from tests.renderers.families.case import TOOLS, Case, Reply, history
 from tests.renderers.families.test_contract import CASES
-from tests.support.renderer_kit import oracle_ids, user
+from tests.support.renderer_kit import oracle_ids, system, user
 
 TEMPLATE = (Path(__file__).parents[1] / "renderers" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 TEXT = "\n".join(pydoc_data.topics.topics.values())[:20_000]
@@ -44,14 +44,13 @@ def parse(renderer: Renderer, pieces: list[Piece], prompt: RenderedPrompt) -> No
 
 
 def hundred_messages(case: Case) -> Conversation:
-    """Questions and answers; where the template takes tools, half of them by a call."""
+    """Questions and answers; where the template takes tools, by a call. (99 where it takes no system message.)"""
     reply = Reply(text=TURN, calls=(("forecast", {"city": "Köln"}),))
-    turns = [user(TURN), *history(reply, ["call_1"])] if case.template_takes_tools else [user(TURN)]
-    turns += history(Reply(text=TURN), [])
-    messages = [message for _ in range(100) for message in turns][:99]
-    if messages[-1].role is not Role.ASSISTANT:
-        messages = messages[: -1 if len(turns) == 2 else -2]
-    return Conversation((*messages, user(TURN)), TOOLS if case.template_takes_tools else ())
+    answered = [user(TURN), *history(Reply(text=TURN), [])]
+    called = [user(TURN), *history(reply, ["call_1"]), answered[1]]
+    turns = called * 24 + answered if case.template_takes_tools else answered * 49
+    first = [system(TURN)] if case.takes_system else []
+    return Conversation((*first, *turns, user(TURN)), TOOLS if case.template_takes_tools else ())
 
 
 def measure_rendering(case: Case) -> str:
