@@ -82,7 +82,7 @@ def build(
     if name is not None and name not in RENDERERS:
         raise ValueError(f"renderer must be one of {', '.join(RENDERERS)}, got {name!r}.")
     template = None
-    if source is not None and name != "role_colon":
+    if source is not None and name not in ("role_colon", *_WITHOUT_TEMPLATE):
         template = ChatTemplate(tokenizer, source, max_tokens=max_tokens)
     if name is None:
         assert template is not None
