@@ -266,6 +266,13 @@ def test_k3_tells_its_effort_to_the_template(k3):
         assert words in text if words else "thinking_effort" not in text
 
 
+def test_what_is_no_tag_of_its_place_is_sent_at_once(k3):
+    parser = k3.parser(k3.render(Conversation((user("q"),))), TOOLS)
+    sent = [parser.feed([piece]) for piece in pieces_of(k3_tokenizer(), "why<|open|>x<|sep|>")]
+    assert "".join(delta.text for deltas in sent for delta in deltas) == "why<|open|>x<|sep|>"
+    assert not sent[-3]  # the marker may yet begin a tag
+
+
 def test_a_reply_of_k3_may_be_cut_in_a_tag(k3):
     written = f"w{THOUGHT}hi<|close|>resp"
     parsed = parse(k3, [pieces_of(k3_tokenizer(), written)], ReplyEnd.CUT, "<|open|>think<|sep|>", TOOLS)
