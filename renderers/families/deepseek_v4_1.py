@@ -128,7 +128,8 @@ class _Prompt:
 
     def _user(self, turn: Sequence[tuple[int, Message]]) -> Iterator[str]:
         """Messages of the user and results of calls are one turn; the results are in the order of the calls."""
-        order = [call.id for message in self._messages for call in message.tool_calls]
+        before = self._messages[: turn[0][0]]
+        order = [call.id for call in before[-1].tool_calls] if before else []
         yield _trusted(_USER)
         between = ""
         for role, run in groupby(turn, lambda item: item[1].role):

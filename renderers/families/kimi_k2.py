@@ -9,13 +9,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from renderers.base import RenderedPrompt
+from renderers.base import RenderedPrompt, RenderError
 from renderers.deltas import Piece
 from renderers.efforts import switch
 from renderers.families.kimi_tools import typescript, with_sorted_keys
 from renderers.families.tagged import TaggedRenderer, find_start, known_ids, needed_id, needed_template
 from renderers.markers import Tokenizer
-from renderers.messages import Conversation, Tool, ToolCall
+from renderers.messages import Conversation, Effort, Tool, ToolCall
 from renderers.replies.call_sections import CallMarkers
 from renderers.replies.tags import Tag, TagGrammar
 from renderers.templates.chat_template import ChatTemplate
@@ -54,6 +54,14 @@ class KimiK2Renderer(TaggedRenderer):
         on, off = (find_start(template, [_HEADER], thinking=value) for value in (True, False))
         efforts = switch("thinking") if on is not off else {}
         super().__init__(NAME, template, headers=[_HEADER], grammar=grammar, efforts=efforts)
+        self._always_reasons = not efforts and "<think>" in template.call_text
+
+    def check_effort(self, effort: Effort | None) -> None:
+        if self._always_reasons and effort is not None:
+            raise RenderError(
+                f"reasoning_effort must be left out: this model always reasons, got {effort!r}.", "reasoning_effort"
+            )
+        super().check_effort(effort)
 
     def render(self, conversation: Conversation) -> RenderedPrompt:
         tools = tuple(replace(tool, declared=with_sorted_keys(tool.declared)) for tool in conversation.tools)

@@ -66,16 +66,16 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 class XtmlLexer:
-    """Puts the tags of one reply together. Part of a tag is held back until the tag is whole."""
+    """Puts the tags of one reply together. Part of a tag is held back until it is whole, or is none of its place."""
 
     def __init__(self, part: str, end_ids: frozenset[int]) -> None:
         self._part = part
         self._end_ids = end_ids
-        self._tag = ""  # what there is of a tag
+        self._tag: list[str] = []  # what there is of a tag
 
     @property
     def held(self) -> str:
-        return self._tag
+        return "".join(self._tag)
 
     @property
     def in_calls(self) -> bool:
@@ -86,10 +86,12 @@ class XtmlLexer:
 
     def _one(self, piece: Piece) -> Iterator[Piece]:
         if self._tag and piece.text == SEP and piece.token_id is not None:
-            name, self._tag = self._tag, ""
+            name, self._tag = self.held, []
             yield self._whole(name, piece.text)
         elif self._tag and piece.token_id is None:
-            self._tag += piece.text
+            self._tag.append(piece.text)
+            if not self._may_become_tag():
+                yield from self.flush()
         else:
             yield from self.flush()
             yield from self._outside(piece)
@@ -97,7 +99,7 @@ class XtmlLexer:
     def _outside(self, piece: Piece) -> Iterator[Piece]:
         """A piece that continues no tag."""
         if piece.token_id is not None and piece.text in (OPEN, CLOSE) and self._part != _CLOSED:
-            self._tag = piece.text
+            self._tag = [piece.text]
         elif piece.token_id in self._end_ids:
             if self._part not in (_CLOSED, THINK):
                 yield Piece("", _IDS[Tag.CALL_PART])
@@ -108,20 +110,24 @@ class XtmlLexer:
         else:
             yield Piece(piece.text, _IDS[Tag.CALL_PART])
 
+    def _may_become_tag(self) -> bool:
+        """Inside calls any tag may: the block is held back anyway."""
+        return self.in_calls or any(part == self._part and tag.startswith(self.held) for part, tag in _NEXT)
+
     def _whole(self, name: str, sep: str) -> Piece:
         self._part, tag = _NEXT.get((self._part, name), (self._part, Tag.CALL_PART))
         return Piece(name + sep, _IDS[tag])
 
     def flush(self) -> list[Piece]:
         """Part of a tag, which is an error."""
-        held, self._tag = self._tag, ""
+        held, self._tag = self.held, []
         return [Piece(held, _IDS[Tag.CALL_PART])] if held else []
 
     def cut(self) -> list[Piece]:
         """Part of a tag where a reply was cut: text inside calls, and otherwise nothing of the reply."""
         if not self.in_calls:
             return []
-        held, self._tag = self._tag, ""
+        held, self._tag = self.held, []
         return [Piece(held)] if held else []
 
 

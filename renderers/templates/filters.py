@@ -68,7 +68,7 @@ def check(function: Callable[..., Any], budget: RenderBudget, args: Sequence[Any
         for argument in args:
             budget.expect_items(argument)
     if function in _CHECKS:
-        arguments = signature(function).bind(*args, **kwargs)
+        arguments = _SIGNATURES[function].bind(*args, **kwargs)
         arguments.apply_defaults()
         _CHECKS[function](budget, **arguments.arguments)
 
@@ -169,3 +169,4 @@ _CHECKS: Mapping[Callable[..., Any], Callable[..., None]] = {
     join: _check_join,
     to_json: _check_json,
 }
+_SIGNATURES = {function: signature(function) for function in _CHECKS}

@@ -60,7 +60,7 @@ def measure_rendering(case: Case) -> str:
     if case.source is None:
         return f"{ours:8.1f} {'':>14}"
     tokenizer, source, as_text = case.tokenizer(), case.source, case.arguments_as_text
-    theirs = best_us(lambda: oracle_ids(tokenizer, source, conversation, arguments_as_text=as_text), 1000, 20)
+    theirs = best_us(lambda: case.oracle(tokenizer, source, conversation, arguments_as_text=as_text), 1000, 20)
     return f"{ours:8.1f} {ours - theirs:14.1f}"
 
 

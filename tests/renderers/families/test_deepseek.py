@@ -233,6 +233,14 @@ def test_v4_1_joins_results_to_the_user_s_turn_in_the_order_of_the_calls(v4_1):
     )
 
 
+def test_v4_1_sorts_results_by_the_calls_of_their_own_turn(v4_1):
+    swapped = tuple(reversed(CALLS))
+    first = (user("q"), assistant("", *CALLS), result("call_1", "a"), result("call_2", "b"))
+    text = v4_1_text(v4_1, *first, assistant("", *swapped), result("call_1", "c"), result("call_2", "d"))
+    assert "<tool_result>a</tool_result>\n\n<tool_result>b</tool_result>" in text
+    assert "<tool_result>d</tool_result>\n\n<tool_result>c</tool_result>" in text
+
+
 def test_v4_1_drops_the_reasoning_before_the_user_s_last_turn_unless_there_are_tools(v4_1):
     messages = (user("a"), assistant("b", reasoning="why"), user("c"), assistant("d", reasoning="so"))
     assert v4_1_text(v4_1, *messages).partition("<｜User｜>")[2] == (
