@@ -161,15 +161,19 @@ def oracle_ids(
     **variables,
 ) -> list[int]:
     """What transformers itself makes of the conversation."""
-    names = {call.id: call.name for message in conversation.messages for call in message.tool_calls}
     return tokenizer.apply_chat_template(
-        [_as_hf(message, names, arguments_as_text) for message in conversation.messages],
+        hf_messages(conversation, arguments_as_text=arguments_as_text),
         tools=[item.declared for item in conversation.tools] or None,
         chat_template=source,
         add_generation_prompt=True,
         return_dict=False,
         **variables,
     )
+
+
+def hf_messages(conversation: Conversation, *, arguments_as_text: bool = False) -> list[dict[str, object]]:
+    names = {call.id: call.name for message in conversation.messages for call in message.tool_calls}
+    return [_as_hf(message, names, arguments_as_text) for message in conversation.messages]
 
 
 def _as_hf(message: Message, names: Mapping[str, str], arguments_as_text: bool) -> dict[str, object]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from renderers import registry
 from renderers.base import RenderedPrompt, Renderer, ReplyEnd
 from renderers.messages import Conversation, Effort, Message, Tool, ToolCall
-from tests.support.renderer_kit import Parsed, assistant, parse, pieces_of, result, system, template, user
+from tests.support.renderer_kit import Parsed, assistant, oracle_ids, parse, pieces_of, result, system, template, user
 
 TYPES = {
     "city": {"type": "string"},
@@ -92,6 +92,8 @@ class Case:
     """Turns of user and assistant must alternate."""
     arguments_as_text: bool = False
     markers_are_tokens: bool = True
+    oracle: Callable[..., list[int]] = oracle_ids
+    """What the template itself makes of a conversation (called as `oracle_ids` is)."""
     takes_empty_texts: bool = True
     """Whether an assistant's turn may be empty."""
     call_ids: str = "call_{}"

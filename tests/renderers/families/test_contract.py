@@ -13,7 +13,7 @@ from renderers.deltas import Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from renderers.messages import Conversation, Message, TextPart, ToolCall
 from tests.renderers.families.case import EFFORTS, TOOLS, Reply, conversations, history, replies
 from tests.renderers.families.cases import gemma, llama, mistral, nemotron3, phi, plain, qwen, qwen3_5, smollm
-from tests.support.renderer_kit import oracle_ids, user
+from tests.support.renderer_kit import user
 
 CASES = [
     *plain.CASES,
@@ -60,7 +60,7 @@ def test_the_prompt_is_that_of_the_model_s_own_template(case, data):
     conversation = data.draw(conversations(case))
     effort = data.draw(st.sampled_from([None, *case.efforts]))
     asked = Conversation(conversation.messages, conversation.tools, effort)
-    expected = oracle_ids(
+    expected = case.oracle(
         case.tokenizer(),
         case.source,
         conversation,
