@@ -40,7 +40,12 @@ def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer
     """Raises `TemplateRefused`."""
     template = needed_template(NAME, template)
     tags = {needed_id(NAME, template, spelling): tag for spelling, tag in _TAGS.items()}
-    ends = known_ids(needed_id(NAME, template, _TURN_END), needed_id(NAME, template, _RESULT), tokenizer.eos_token_id)
+    ends = known_ids(
+        needed_id(NAME, template, _TURN_END),
+        needed_id(NAME, template, _RESULT),
+        template.added.id_of("<eos>"),
+        tokenizer.eos_token_id,
+    )
     grammar = TagGrammar(
         tags | dict.fromkeys(ends, Tag.END),
         parse_call,
