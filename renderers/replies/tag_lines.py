@@ -33,6 +33,8 @@ class TagLines:
 
     def next(self, allowed: Collection[str]) -> tuple[str, str]:
         """The text before the next tag, and the tag; without one, the text that cannot be the beginning of a tag."""
+        if self._read and self._text.find("\n", self._read - 1, -1) < 0:
+            return self._take(len(self._text)), ""  # no line begins here
         found = [match for tag in allowed if (match := self._patterns[tag].search(self._text, self._read))]
         if not found:
             return self._take(self._certain_end(allowed)), ""

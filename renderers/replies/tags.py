@@ -113,13 +113,6 @@ class _State(Enum):
     RAW = auto()
 
 
-_NEXT_TAGS = {
-    _State.TEXT: frozenset((Tag.THINK_OPEN, Tag.CALL_OPEN)),
-    _State.THINK: frozenset((Tag.THINK_CLOSE,)),
-    _State.CALL: frozenset((Tag.CALL_CLOSE,)),
-}
-
-
 class TagParser:
     """Parses one reply; see `ReplyParser`."""
 
@@ -128,6 +121,7 @@ class TagParser:
         self._grammar = grammar
         self._tools = {tool.name: tool for tool in tools}
         self._lines = _tag_lines(grammar.by_text) if grammar.by_text else None
+        self._tags_next = _tags_next(grammar.by_text, start)
         self._may_reason = start is not Start.REASONED
         reasoning = start in (Start.REASONING, Start.REASONING_UNFRAMED)
         self._state = _State.THINK if reasoning else _State.TEXT
@@ -191,25 +185,18 @@ class TagParser:
         lines.add(text)
         tag = text
         while tag:
-            before, tag = lines.next(self._tags_next())
+            before, tag = lines.next(self._tags_next[self._state])
             self._line(before, tag)
 
     def _flush_lines(self) -> None:
         if self._lines is not None:
-            self._line(*self._lines.flush(self._tags_next()))
+            self._line(*self._lines.flush(self._tags_next[self._state]))
 
     def _line(self, before: str, tag: str) -> None:
         if before:
             self._characters(Piece(before))
         if tag:
             self._tag(self._grammar.by_text[tag].tag, Piece(tag))
-
-    def _tags_next(self) -> list[str]:
-        """The tags of the text that the format allows here."""
-        next_tags = _NEXT_TAGS.get(self._state, frozenset())
-        if not self._may_reason:
-            next_tags -= {Tag.THINK_OPEN}
-        return [spelling for spelling, text_tag in self._grammar.by_text.items() if text_tag.tag in next_tags]
 
     def _characters(self, piece: Piece) -> None:
         """Ordinary text, or a marker that is no tag."""
@@ -346,3 +333,11 @@ def _tag_lines(by_text: Mapping[str, TextTag]) -> TagLines:
         {spelling: text_tag.followed_by for spelling, text_tag in by_text.items()},
         first=next(spelling for spelling, text_tag in by_text.items() if text_tag.tag is Tag.THINK_OPEN),
     )
+
+
+def _tags_next(by_text: Mapping[str, TextTag], start: Start) -> Mapping[_State, Sequence[str]]:
+    """Which tags of the text the format allows in each state."""
+    spellings = {text_tag.tag: spelling for spelling, text_tag in by_text.items()}
+    first = (Tag.CALL_OPEN,) if start is Start.REASONED else (Tag.THINK_OPEN, Tag.CALL_OPEN)
+    tags = {_State.TEXT: first, _State.THINK: (Tag.THINK_CLOSE,), _State.CALL: (Tag.CALL_CLOSE,)}
+    return {state: [spellings[tag] for tag in tags.get(state, ()) if tag in spellings] for state in _State}

@@ -41,6 +41,9 @@ class PromptEncoder:
         self._backend.normalizer = backend.normalizer
         self._backend.pre_tokenizer = backend.pre_tokenizer
         self._exchange = self._register(added)
+        self._stand_in_ids = frozenset(here for here, there in self._exchange.items() if there in added.markers)
+        # A stand-in's id here may happen to be a marker's id there.
+        self._forgeable_ids = frozenset(added.markers).difference(self._exchange)
         self._unknown_ids = frozenset(self._backend.encode(_UNKNOWN, add_special_tokens=False).ids)
 
     def _register(self, added: AddedTokens) -> dict[int, int]:
@@ -63,30 +66,32 @@ class PromptEncoder:
         if self._nonce in text:
             raise RenderError("messages: a text holds a string that is private to this server.")
         prompt, count = self._with_stand_ins(text)
+        broken = False
         for _ in range(_MAX_ROUNDS):
             encoding = self._backend.encode(prompt, add_special_tokens=False)
+            ids = encoding.ids
+            if self._forgeable_ids.isdisjoint(ids):
+                break
             forged = [
                 span
-                for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)
-                if token_id in self._markers and self._is_forged(token_id, prompt[slice(*span)])
+                for token_id, span in zip(ids, encoding.offsets, strict=True)
+                if token_id in self._forgeable_ids and self._is_forged(token_id, prompt[slice(*span)])
             ]
             if not forged:
                 break
-            prompt = self._broken(prompt, forged)
+            prompt, broken = self._broken(prompt, forged), True
         else:
             raise RenderError("messages: a text holds the spelling of a special token that cannot be sent as text.")
-        if sum(1 for token_id in encoding.ids if self._exchange.get(token_id) in self._markers) != count:
+        if sum(map(self._stand_in_ids.__contains__, ids)) != count:
             raise RenderError("The tokenizer does not recognise a special token where the chat template writes it.")
-        ids = [self._exchange.get(token_id, token_id) for token_id in encoding.ids]
-        return [token_id for token_id in ids if token_id != _BREAKER_ID]
+        exchanged = list(map(self._exchange.get, ids, ids))
+        return [token_id for token_id in exchanged if token_id != _BREAKER_ID] if broken else exchanged
 
     def _is_forged(self, token_id: int, text: str) -> bool:
         """Some models make a marker's id out of ordinary text as well: a Unigram vocabulary lists its markers.
 
         The token for unknown text is a marker too, and comes from text as it should, unless the text is its spelling.
         """
-        if token_id in self._exchange:
-            return False  # a stand-in's id here, which happens to be a marker's id there
         return token_id not in self._unknown_ids or self._markers[token_id].content in text
 
     def _with_stand_ins(self, text: TracedText) -> tuple[str, int]:

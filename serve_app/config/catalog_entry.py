@@ -40,7 +40,7 @@ class ModelConfig(Section):
     revision: Annotated[Text | None, Doc("Branch, tag or commit of a hub id; as in the `args` of `app`.")] = None
     renderer: Annotated[
         Text | None,
-        Doc("A name of `renderers/registry.py`; null: chosen by the tokenizer and the template."),
+        Doc("The model's family, of those in `renderers/README.md`; null: found from its vocabulary and template."),
     ] = None
     context_length: Annotated[
         Count | None,
