@@ -10,13 +10,15 @@ _TURN_END = "<end_of_turn>"
 
 
 class Gemma3Renderer(GenericRenderer):
-    """The end of a turn ends a reply, whatever the tokenizer calls its end token."""
+    """The end of a turn and that of the text end a reply, whichever the tokenizer calls its end token."""
 
     name = "gemma3"
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         super().__init__(tokenizer, template)
-        self.stop_token_ids |= known_ids(needed_id(self.name, self._template, _TURN_END))
+        self.stop_token_ids |= known_ids(
+            needed_id(self.name, self._template, _TURN_END), self._template.added.id_of("<eos>")
+        )
 
 
 def recognises(template: ChatTemplate) -> bool:

@@ -13,6 +13,7 @@ from renderers.efforts import Efforts, switch
 from renderers.families.tagged import TaggedRenderer, known_ids, needed_id, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Tool, ToolCall
+from renderers.replies.blocks import texts_between
 from renderers.replies.tags import Framing, Tag, TagGrammar
 from renderers.templates.chat_template import PROBE_USER, ChatTemplate
 from renderers.tools import NotAnObject, dump, new_call_id, parse_object
@@ -39,7 +40,12 @@ def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer
     """Raises `TemplateRefused`."""
     template = needed_template(NAME, template)
     tags = {needed_id(NAME, template, spelling): tag for spelling, tag in _TAGS.items()}
-    ends = known_ids(needed_id(NAME, template, _TURN_END), needed_id(NAME, template, _RESULT), tokenizer.eos_token_id)
+    ends = known_ids(
+        needed_id(NAME, template, _TURN_END),
+        needed_id(NAME, template, _RESULT),
+        template.added.id_of("<eos>"),
+        tokenizer.eos_token_id,
+    )
     grammar = TagGrammar(
         tags | dict.fromkeys(ends, Tag.END),
         parse_call,
@@ -76,7 +82,7 @@ def _find_efforts(template: ChatTemplate) -> Efforts:
 def parse_call(block: Sequence[Piece], tools: Mapping[str, Tool]) -> list[ToolCall] | None:
     """The types of the arguments are those that the model writes: the declaration changes none."""
     del tools
-    outside, *rest = _split_at_quotes(block)
+    outside, *rest = texts_between(block, {_QUOTE})  # outside of strings and inside, in turns
     found = _CALL.fullmatch(outside)
     if found is None or len(rest) % 2:
         return None
@@ -85,17 +91,6 @@ def parse_call(block: Sequence[Piece], tools: Mapping[str, Tool]) -> list[ToolCa
     except NotAnObject:
         return None
     return [ToolCall(new_call_id(), found[1], dump(arguments))]
-
-
-def _split_at_quotes(block: Sequence[Piece]) -> list[str]:
-    """What is outside strings and what is inside, in turns."""
-    texts = [""]
-    for piece in block:
-        if piece.token_id is not None and piece.text == _QUOTE:
-            texts.append("")
-        else:
-            texts[-1] += piece.text
-    return texts
 
 
 def _as_json(texts: Sequence[str]) -> Iterator[str]:

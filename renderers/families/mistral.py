@@ -15,6 +15,7 @@ from renderers.deltas import Piece
 from renderers.families.tagged import TaggedRenderer, known_ids, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation, Message, Role, TextPart, Tool, ToolCall
+from renderers.replies.blocks import texts_between
 from renderers.replies.tags import Framing, ParseCalls, Tag, TagGrammar
 from renderers.templates.chat_template import PROBE_USER, ChatTemplate
 from renderers.tools import NotAnObject, NotJson, dump, named_call, new_call_id, parse_object, parse_value
@@ -137,7 +138,7 @@ def _parse_named(block: Sequence[Piece], tools: Mapping[str, Tool]) -> list[Tool
     """`f[CALL_ID]…[ARGS]{…}`, or without the id."""
     del tools
     marks = [piece.text for piece in block if piece.token_id is not None]
-    name, *rest = _between_markers(block)
+    name, *rest = texts_between(block, marks)
     if marks not in ([_CALL_ID, _ARGUMENTS], [_ARGUMENTS]) or not name:
         return None
     try:
@@ -146,16 +147,6 @@ def _parse_named(block: Sequence[Piece], tools: Mapping[str, Tool]) -> list[Tool
         return None
     call_id = rest[0] if len(marks) == 2 else None
     return [ToolCall(_own_id(call_id), name, dump(arguments))]
-
-
-def _between_markers(block: Sequence[Piece]) -> list[str]:
-    texts = [""]
-    for piece in block:
-        if piece.token_id is None:
-            texts[-1] += piece.text
-        else:
-            texts.append("")
-    return texts
 
 
 def _own_id(call_id: object) -> str:

@@ -9,7 +9,7 @@ A call of a function that was not declared is text in either case, and no error:
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TypeAlias
 
@@ -18,6 +18,7 @@ from renderers.deltas import Delta, Piece
 from renderers.messages import Tool, ToolCall
 from renderers.replies.delta_builder import DeltaBuilder
 from renderers.replies.tag_lines import TagLines
+from renderers.tools import new_call_id
 
 
 class Tag(Enum):
@@ -152,6 +153,7 @@ class TagParser:
         self._label = ""  # what is yet to come of it
         self._space_to_skip = grammar.framing.leading_space
         self._block: list[Piece] = []  # what is inside it
+        self._call_ids: set[str] = set()
         self._end: str | None = None  # the spelling of the end token, if it was the last piece
         self._raw: list[str] = []
         self._deltas = DeltaBuilder()
@@ -309,11 +311,18 @@ class TagParser:
             self._give_up_block(spelling)
             return
         for call in calls:
-            self._deltas.call(call)
+            self._deltas.call(self._with_own_id(call))
         self._block = []
         self._newlines_to_skip = self._grammar.framing.after_call
         if self._grammar.calls_come_last:
             self._state = _State.CALLED
+
+    def _with_own_id(self, call: ToolCall) -> ToolCall:
+        """A model that writes ids itself may write one twice."""
+        if call.id in self._call_ids:
+            call = replace(call, id=new_call_id())
+        self._call_ids.add(call.id)
+        return call
 
     def _give_up_block(self, spelling: str) -> None:
         """The open block is text, and so is the tag that closed it."""

@@ -4,7 +4,8 @@ The result is that of transformers' `apply_chat_template`, with two differences.
 becomes a marker (see `provenance`, `encoder`). A template cannot exhaust the machine (see `sandbox`).
 
 Templates differ in what they expect: content as text or as parts, arguments as text or as an object, an assistant turn
-without text. When a template is loaded, small conversations are rendered in each of the ways to find out.
+without text, reasoning in a field or as a part of the content. When a template is loaded, small conversations are
+rendered in each of the ways to find out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from renderers.templates.encoder import PromptEncoder
 from renderers.templates.prompt_length import tokens_beyond
 from renderers.templates.provenance import TracedText
 from renderers.templates.sandbox import BoundedTemplate, TemplateRefusal
-from renderers.tools import NotAnObject, parse_object
+from renderers.tools import NotAnObject, dump, parse_object
 
 MAX_TEMPLATE_LEN = 65_536
 """The longest in use have 20 000. Compiling one of this length takes up to 3 s."""
@@ -66,6 +67,7 @@ class _Form:
     content_as_parts: bool = False
     arguments_as_text: bool = False
     empty_content: bool = False
+    reasoning_as_part: bool = False
 
 
 class ChatTemplate:
@@ -134,7 +136,7 @@ class ChatTemplate:
 
     def _find_form(self) -> _Form:
         form = self._best_form(PROBE_USER, _USER_WORDS, [_Form(), _Form(content_as_parts=True)])
-        return self._best_form(
+        form = self._best_form(
             PROBE_CALL,
             _CALL_WORDS,
             [
@@ -144,6 +146,8 @@ class ChatTemplate:
                 replace(form, arguments_as_text=True, empty_content=True),
             ],
         )
+        as_part = replace(form, reasoning_as_part=True)
+        return as_part if self._shows_reasoning(as_part) and not self._shows_reasoning(form) else form
 
     def _best_form(self, conversation: Conversation, words: Sequence[str], forms: Sequence[_Form]) -> _Form:
         """The first form in which the template shows all the words, none as Python would print it. Otherwise the first
@@ -154,6 +158,12 @@ class ChatTemplate:
             if all(word in text and repr(word) not in text for word in words):
                 return form
         return accepted[0][0] if accepted else forms[0]
+
+    def _shows_reasoning(self, form: _Form) -> bool:
+        """Whether reasoning stands in the prompt as itself, not in a part that is printed whole."""
+        rendered = self._probe(_REASONED, form)
+        text = "" if rendered is None else rendered.text
+        return _REASONING in text and dump(_REASONING) not in text and repr(_REASONING) not in text
 
     def _text_of(self, conversation: Conversation) -> str:
         """What the template makes of a small conversation, which tells families apart; empty if it refuses it."""
@@ -265,6 +275,9 @@ def _template_message(message: Message, form: _Form, path: str) -> dict[str, obj
 
 
 def _content(message: Message, form: _Form) -> str | list[dict[str, object]] | None:
+    if form.reasoning_as_part and message.reasoning:
+        thinking: dict[str, object] = {"type": "thinking", "thinking": message.reasoning}
+        return [thinking, *map(_template_part, message.content or ())]
     if message.content is None:
         return "" if form.empty_content else None
     if form.content_as_parts or _has_image(message):
@@ -299,6 +312,10 @@ PROBE_USER = Conversation((_user(TextPart("sphinx")),))
 _USER_IMAGE = Conversation((_user(ImagePart(0), TextPart("sphinx")),))
 _ANSWER = "quartz"
 _ANSWERED = Conversation((_user(TextPart("sphinx")), Message(Role.ASSISTANT, (TextPart(_ANSWER),))))
+_REASONING = "zephyr"
+_REASONED = Conversation(
+    (_user(TextPart("sphinx")), Message(Role.ASSISTANT, (TextPart(_ANSWER),), reasoning=_REASONING))
+)
 _CALL_WORDS = ("sphinx", "judge", "onyx", "vow")
 _CALL_PARAMETERS = {"type": "object", "properties": {"stone": {"type": "string", "description": "A stone."}}}
 # Mistral's templates want ids of nine letters and digits.

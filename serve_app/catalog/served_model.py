@@ -115,14 +115,13 @@ def _auto_tokenizer() -> "type[AutoTokenizer]":
 
 def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBase":
     auto_tokenizer, path = _auto_tokenizer(), Path(source)
+    folder, options = source, {"revision": config.revision or "main"}
+    if path.suffix == ".gguf":
+        folder, options = str(path.parent), {"gguf_file": path.name}
     try:
-        if path.suffix == ".gguf":
-            tokenizer = auto_tokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-        else:
-            revision = config.revision or "main"
-            tokenizer = auto_tokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        tokenizer = auto_tokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError) as exc:
-        _refuse_code(config, source)
+        _refuse_code(config, folder)
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} cannot be loaded from {source!r}.") from exc
     if not tokenizer.is_fast:
         raise ConfigRefused(f"The tokenizer of the model {config.id!r} must be a fast tokenizer (tokenizer.json).")
@@ -132,12 +131,12 @@ def _load_tokenizer(config: ModelConfig, source: str) -> "PreTrainedTokenizerBas
     return tokenizer
 
 
-def _refuse_code(config: ModelConfig, source: str) -> None:
+def _refuse_code(config: ModelConfig, folder: str) -> None:
     """For a tokenizer that did not load. Raises `ConfigRefused` if code of the model would make it."""
-    if "auto_map" in read_json(source, "tokenizer_config.json", config.revision):
+    if "auto_map" in read_json(folder, "tokenizer_config.json", config.revision):
         raise ConfigRefused(
             f"The tokenizer of the model {config.id!r} needs Python code that comes with the model (auto_map in "
-            f"tokenizer_config.json of {source!r}). No such code is run for a tokenizer: give it a tokenizer.json and "
+            f"tokenizer_config.json of {folder!r}). No such code is run for a tokenizer: give it a tokenizer.json and "
             "remove auto_map."
         )
 

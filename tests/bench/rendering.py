@@ -47,7 +47,7 @@ def hundred_messages(case: Case) -> Conversation:
     """Questions and answers; where the template takes tools, by a call. (99 where it takes no system message.)"""
     reply = Reply(text=TURN, calls=(("forecast", {"city": "Köln"}),))
     answered = [user(TURN), *history(Reply(text=TURN), [])]
-    called = [user(TURN), *history(reply, ["call_1"]), answered[1]]
+    called = [user(TURN), *history(reply, [case.call_ids.format("1")]), answered[1]]
     turns = called * 24 + answered if case.template_takes_tools else answered * 49
     first = [system(TURN)] if case.takes_system else []
     return Conversation((*first, *turns, user(TURN)), TOOLS if case.template_takes_tools else ())

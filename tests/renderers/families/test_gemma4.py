@@ -1,16 +1,24 @@
 """Gemma 4: its notation of arguments, its tool loop, its efforts."""
 
+import json
+import math
+from functools import cache
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from renderers import registry
 from renderers.base import ReplyEnd
 from renderers.deltas import Piece
 from renderers.messages import Conversation, ToolCall
+from renderers.replies.detokenize import token_table
 from tests.renderers.families.case import FORECAST, NOW, TOOLS
 from tests.renderers.families.cases.gemma import END, QUOTE, gemma4_tokenizer, write_call
 from tests.support.renderer_kit import assistant, parse, pieces_of, result, template, user
 
 
+@cache
 def build(name="gemma4_v5"):
     return registry.build(None, gemma4_tokenizer(), template(name))
 
@@ -41,6 +49,29 @@ def calls_of(body):
 )
 def test_arguments_are_read_from_the_model_s_notation(written, arguments):
     assert calls_of(f"call:forecast{written}") == [("forecast", arguments)]
+
+
+TEXTS = st.text(st.sampled_from("ab Z9.,:{}[]\"'\n\\éü日👍🏽<|>"), max_size=12)
+KEYS = st.text(st.sampled_from("ab_Z9-é日"), min_size=1, max_size=6)
+LEAVES = TEXTS | st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, width=32)
+VALUES = st.recursive(
+    LEAVES.filter(lambda leaf: leaf not in (math.inf, -math.inf)),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(KEYS, values, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(arguments=st.dictionaries(KEYS, VALUES, max_size=4))
+@pytest.mark.parametrize("name", ["gemma4_31b", "gemma4_v2", "gemma4_v5"])
+def test_what_the_template_writes_of_any_arguments_is_read_as_them(name, arguments):
+    call = ToolCall("call_1", "forecast", json.dumps(arguments))
+    prompt = build(name).render(Conversation((user("q"), assistant(None, call), result("call_1", "18")), (FORECAST,)))
+    ids, id_of = list(prompt.token_ids), gemma4_tokenizer().convert_tokens_to_ids
+    sampled = ids[ids.index(id_of("<|tool_call>")) : ids.index(id_of("<tool_call|>")) + 1]
+    pieces = token_table(gemma4_tokenizer()).detokenizer([0]).feed([*sampled, id_of(END)])
+    [(_, read)] = parse(build(name), [pieces], ReplyEnd.END, tools=TOOLS).calls
+    assert json.loads(read) == arguments
 
 
 DEEP = "{place:" + "[" * 3000 + "]" * 3000 + "}"

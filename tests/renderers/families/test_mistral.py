@@ -43,6 +43,14 @@ def test_an_id_that_is_none_is_replaced(tokenizer, name, body, given):
     assert new.startswith("call_")
 
 
+@pytest.mark.parametrize(("tokenizer", "name", "body"), [NAMED, ARRAY])
+def test_an_id_that_the_model_writes_twice_is_replaced_once(tokenizer, name, body):
+    call = f"[TOOL_CALLS]{body.format(call_id(7))}"
+    first, second = parsed(tokenizer, name, f"{call}{call}</s>").ids
+    assert first == call_id(7)
+    assert second.startswith("call_")
+
+
 def test_calls_of_an_array_need_no_id():
     text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]</s>'
     ids = parsed(array_tokenizer, "mistral_nemo_2407", text).ids

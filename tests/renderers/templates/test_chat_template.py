@@ -363,3 +363,20 @@ def test_images_are_refused_by_a_template_that_does_not_take_them(name):
 def test_a_template_that_prints_content_as_it_is_does_not_take_images():
     source = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     assert not ChatTemplate(qwen_tokenizer(), source).takes_images
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}PARTS{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "rendered"),
+    [
+        ("{% for p in m.content %}[{{ p.thinking or p.text }}]{% endfor %}", "<user>q<assistant>[why][hi]"),
+        ("{{ m.content | tojson }}", "<user>q<assistant>hi"),
+        ("{{ m.content | string }}", "<user>q<assistant>hi"),
+        ("{{ raise_exception('text only') }}", "<user>q<assistant>hi"),
+    ],
+)
+def test_reasoning_is_a_part_of_the_content_where_only_that_shows_it(parts, rendered):
+    template = ChatTemplate(qwen_tokenizer(), TURNS.replace("PARTS", parts) + "{% endfor %}")
+    assert template.render(Conversation((user("q"), assistant("hi", reasoning="why")))).text == rendered

@@ -10,6 +10,7 @@ from serve_app.base.errors import ConfigRefused
 from serve_app.catalog.served_model import load_model
 from serve_app.config.catalog_entry import ModelConfig
 from tests.support.files.hostile_model import AUTO_MAP, CODE, Trap
+from tests.support.files.tiny_gguf import write_gguf
 from tests.support.files.tiny_tokenizer import save_model_folder
 from tests.support.readme_blocks import ROOT
 
@@ -71,3 +72,19 @@ def test_every_place_that_loads_what_comes_with_a_model_says_whether_its_code_ma
         place for place, call in loads.items() if not {k.arg for k in call.keywords} & {"trust_remote_code", None}
     ]
     assert silent == []
+
+
+def test_files_beside_a_gguf_file_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    write_gguf(tmp_path / "tiny.gguf")
+    trap = Trap(tmp_path)
+    trap.edit("config.json", model_type="evil", auto_map=AUTO_MAP)
+    assert load_model(gguf_entry(tmp_path)).tokenizer.is_fast
+    trap.edit("tokenizer_config.json", tokenizer_class="Evil", auto_map=AUTO_MAP)
+    with pytest.raises(ConfigRefused, match="needs Python code that comes with the model"):
+        load_model(gguf_entry(tmp_path))
+    assert not trap.sprung
+
+
+def gguf_entry(folder: Path) -> ModelConfig:
+    return ModelConfig(id="m", app="m", source=str(folder / "tiny.gguf"), context_length=64)

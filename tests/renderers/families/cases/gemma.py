@@ -19,12 +19,12 @@ SPECIAL = [
 @cache
 def gemma3_tokenizer() -> PreTrainedTokenizerFast:
     special = ["<eos>", "<bos>", "<start_of_turn>", GEMMA3_END, "<start_of_image>"]
-    return family_tokenizer(special, eos="<eos>", bos="<bos>")
+    return family_tokenizer(special, eos=GEMMA3_END, bos="<bos>")
 
 
 @cache
 def gemma4_tokenizer() -> PreTrainedTokenizerFast:
-    return family_tokenizer(SPECIAL, eos="<eos>", bos="<bos>")
+    return family_tokenizer(SPECIAL, eos=END, bos="<bos>")
 
 
 def write_value(value: object) -> str:

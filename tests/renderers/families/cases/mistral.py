@@ -5,7 +5,7 @@ from functools import cache
 from transformers import PreTrainedTokenizerFast
 
 from tests.renderers.families.case import Case, Mode, Reply, dump
-from tests.support.renderer_kit import family_tokenizer
+from tests.support.renderer_kit import family_tokenizer, hf_messages
 
 END = "</s>"
 SPECIAL = [
@@ -136,7 +136,25 @@ def mistral(name: str, tokenizer, mode: Mode, **fields) -> Case:
     return Case(**{**given, **fields})
 
 
-# What a template drops from a history: the text beside calls, or the reasoning.
+def oracle_with_thinking(tokenizer, source, conversation, *, arguments_as_text, **variables) -> list[int]:
+    """The template takes reasoning as a part of the content."""
+    del arguments_as_text
+    messages = hf_messages(conversation)
+    for message in messages:
+        if message.get("reasoning_content"):
+            thinking = {"type": "thinking", "thinking": message["reasoning_content"]}
+            message["content"] = [thinking, {"type": "text", "text": message["content"] or ""}]
+    return tokenizer.apply_chat_template(
+        messages,
+        tools=[item.declared for item in conversation.tools] or None,
+        chat_template=source,
+        add_generation_prompt=True,
+        return_dict=False,
+        **variables,
+    )
+
+
+# The older templates drop the text beside calls from a history.
 CASES = [
     mistral(
         "mistral_nemo_2407",
@@ -153,10 +171,11 @@ CASES = [
     mistral(
         "ministral_3_reasoning",
         reasoning_tokenizer,
-        Mode(None, reasons=True, write=write_reasoning, keeps_calls=False),
+        Mode(None, reasons=True, write=write_reasoning),
         efforts={True: {}},
         malformed=MALFORMED_REASONING,
         takes_empty_texts=False,
+        oracle=oracle_with_thinking,
     ),
     mistral(
         "mixtral_8x22b",
