@@ -4,6 +4,7 @@ Each base model is a separate application. Serve restarts all deployments of an 
 change. So adding or changing a model does not restart the others or the ingress.
 """
 
+import random
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
 from serve_app.base.errors import ConfigRefused
-from serve_app.config.api import parse_api_args
+from serve_app.config.api import ApiScaling, parse_api_args
 from serve_app.config.autoscaling import Autoscaling
 from serve_app.config.images import parse_image_args
 from serve_app.config.model import ModelArgs, parse_model_args
@@ -60,9 +61,9 @@ def api(args: dict[str, object]) -> Application:
         parsed = parse_api_args(args)
         if parsed.tracing is not None:
             require_packages()
+    parsed = parsed.model_copy(update={"replicas": parsed.replicas.on(_num_nodes())})
     options = {
         "name": "ingress",
-        "num_replicas": parsed.replicas,
         # Serve would queue requests over its own bound, probes too, before any key is checked. So the ingress counts
         # requests itself (`Capacity`), and Serve's bounds apply only while no ingress runs.
         "max_ongoing_requests": _UNBOUNDED,
@@ -71,6 +72,7 @@ def api(args: dict[str, object]) -> Application:
             "num_cpus": parsed.cpus_per_replica,
             "runtime_env": _environment(**_WITHOUT_TORCH),
         },
+        **_ingress_counts(parsed.replicas),
         **_lifecycle(parsed.graceful_shutdown_timeout_s, check_period_s=_INGRESS_HEALTH_CHECK_PERIOD_S),
     }
     return serve.deployment(serve.ingress()(Ingress)).options(**options).bind(parsed)
@@ -147,20 +149,35 @@ def _scaling(
 ) -> dict[str, object]:
     if counts.min == counts.max:
         return {"num_replicas": counts.max}
+    # Different for every build: Serve 2.60 does not scale a deployment that is built again without a change, as after a
+    # rollback of a failed update. A changed user_config restarts nothing.
+    changing = {**user_config, "build": uuid.uuid4().hex}
+    return {"user_config": changing, "autoscaling_config": {**_autoscaling(counts, target), **policy}}
+
+
+def _ingress_counts(scaling: ApiScaling) -> dict[str, object]:
+    if scaling.min == scaling.max:
+        return {"num_replicas": scaling.max}
+    autoscaling = _autoscaling(scaling, scaling.target)
+    # As above; its user_config is that of config.yaml, so a delay that nobody notices makes the difference.
+    autoscaling["upscale_delay_s"] = scaling.upscale_delay_s + random.random() / 1000
+    return {"autoscaling_config": autoscaling}
+
+
+def _autoscaling(counts: Autoscaling | ApiScaling, target: float) -> dict[str, object]:
     return {
-        # Different for every build: Serve 2.60 does not scale a deployment that is built again without a change, as
-        # after a rollback of a failed update. A changed user_config restarts nothing.
-        "user_config": {**user_config, "build": uuid.uuid4().hex},
-        "autoscaling_config": {
-            "min_replicas": counts.min,
-            "max_replicas": counts.max,
-            "target_ongoing_requests": target,
-            "look_back_period_s": counts.look_back_period_s,
-            "upscale_delay_s": counts.upscale_delay_s,
-            "downscale_delay_s": counts.downscale_delay_s,
-            **policy,
-        },
+        "min_replicas": counts.min,
+        "max_replicas": counts.max,
+        "target_ongoing_requests": target,
+        "look_back_period_s": counts.look_back_period_s,
+        "upscale_delay_s": counts.upscale_delay_s,
+        "downscale_delay_s": counts.downscale_delay_s,
     }
+
+
+def _num_nodes() -> int:
+    """Of the cluster, when the application is built."""
+    return sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
 
 
 def _lifecycle(

@@ -1,4 +1,6 @@
-"""What one key may use at a time and per minute. Counted in this process: each ingress replica counts for itself."""
+"""What one key may use at a time and per minute. Counted in this process, with what other ingresses say that they use
+(`sharing/`).
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from serve_app.access.auth import Caller
+from serve_app.access.sharing.board import Used
 from serve_app.base.errors import LimitReached, Overloaded
 
 Clock = Callable[[], float]
 _MINUTE_S = 60.0
+_REQUESTS, _TOKENS = "requests", "tokens"
 _RETRY_S = 1.0  # when a request must wait for another one to end, which can happen at any time
 _UNASKED_PART = 4
 """A request that sets no `max_tokens` reserves at most this part of a minute's tokens for its reply: few replies are as
@@ -25,6 +29,12 @@ class _Bucket:
     level: float
     filled_at: float
     per_minute: int
+    untold: float = 0.0  # what this process took, and other ingresses do not know
+
+    def take(self, amount: float) -> None:
+        """Take some out; a negative amount gives back."""
+        self.level -= amount
+        self.untold += amount
 
     def refill(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -45,14 +55,43 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Use:
+    """What one key uses. `others`: its requests that other ingresses run."""
+
     running: int = 0
     num_bytes: int = 0
+    others: int = 0
+    told: int = 0  # of `running`, to other ingresses
     buckets: dict[str, _Bucket] = field(default_factory=dict)
 
     def bucket(self, name: str, per_minute: int, now: float) -> _Bucket:
-        bucket = self.buckets.setdefault(name, _Bucket(per_minute, now, per_minute))
+        """What other ingresses took before the key was used here is in a bucket without a limit, as a debt that has
+        shrunk since.
+        """
+        bucket = self.buckets.setdefault(name, _Bucket(0, now, 0))
+        if not bucket.per_minute:
+            bucket.level += per_minute
         bucket.refill(per_minute, now)
         return bucket
+
+    def charge(self, name: str, amount: float, now: float) -> None:
+        """Other ingresses took this."""
+        if amount:
+            bucket = self.buckets.setdefault(name, _Bucket(0, now, 0))
+            if bucket.per_minute:
+                bucket.refill(bucket.per_minute, now)
+            bucket.level -= amount
+
+    def take_used(self) -> Used:
+        """What other ingresses do not know yet. They are told."""
+        taken = {name: bucket.untold for name, bucket in self.buckets.items()}
+        for bucket in self.buckets.values():
+            bucket.untold = 0.0
+        self.told = self.running
+        return Used(self.running, taken.get(_REQUESTS, 0.0), taken.get(_TOKENS, 0.0))
+
+    @property
+    def is_told(self) -> bool:
+        return self.told == self.running and not any(bucket.untold for bucket in self.buckets.values())
 
 
 @dataclass(slots=True)
@@ -76,7 +115,7 @@ class Limiter:
         """Count a request for as long as the context lasts. `bytes_in_flight`: the bound for all keys together, None
         for no bound. Raises `LimitReached`; then nothing was counted.
         """
-        use = self._uses.setdefault(caller.name, _Use())
+        use = self._use(caller.name)
         buckets = self._check(caller, use)
         use.running += 1
         lease = Lease(self, caller, use, buckets, bytes_in_flight)
@@ -89,18 +128,47 @@ class Limiter:
     def refill(self, bucket: _Bucket) -> None:
         bucket.refill(bucket.per_minute, self._clock())
 
+    def is_full_by_others(self, caller: Caller) -> bool:
+        """Whether the key has as many requests as it may only because of those that other ingresses run."""
+        use, limit = self._uses.get(caller.name), caller.limits.concurrency
+        return use is not None and limit is not None and use.running < limit <= use.running + use.others
+
+    def take_used(self) -> dict[str, Used]:
+        """What each key used since the last call, of those that used anything."""
+        return {name: use.take_used() for name, use in self._uses.items() if not use.is_told}
+
+    def hear(self, key: str, used: Used) -> None:
+        """Other ingresses run so many requests of a key, and took so much of its minute since the last call."""
+        use, now = self._use(key), self._clock()
+        use.others = used.running
+        use.charge(_REQUESTS, used.requests, now)
+        use.charge(_TOKENS, used.tokens, now)
+
+    def tell_again(self) -> None:
+        """Others have forgotten what runs here."""
+        for use in self._uses.values():
+            use.told = 0
+
+    def forget_others(self) -> None:
+        """What other ingresses run is not known."""
+        for use in self._uses.values():
+            use.others = 0
+
+    def _use(self, key: str) -> _Use:
+        return self._uses.setdefault(key, _Use())
+
     def _check(self, caller: Caller, use: _Use) -> _Buckets:
         limits, now = caller.limits, self._clock()
-        if limits.concurrency is not None and use.running >= limits.concurrency:
+        if limits.concurrency is not None and use.running + use.others >= limits.concurrency:
             raise LimitReached(f"This key may run {limits.concurrency} requests at a time; that many are running.", 1)
         found = _Buckets()
         if limits.tokens_per_minute is not None:
-            found.tokens = use.bucket("tokens", limits.tokens_per_minute, now)
+            found.tokens = use.bucket(_TOKENS, limits.tokens_per_minute, now)
             found.tokens.require(0, "tokens")
         if limits.requests_per_minute is not None:
-            found.requests = use.bucket("requests", limits.requests_per_minute, now)
+            found.requests = use.bucket(_REQUESTS, limits.requests_per_minute, now)
             found.requests.require(1, "requests")
-            found.requests.level -= 1
+            found.requests.take(1)
         return found
 
 
@@ -156,13 +224,14 @@ class Lease:
         except LimitReached:
             self.give_back()
             raise
-        tokens.level -= needed
+        tokens.take(needed)
         self._reserved += needed
 
     def settle(self, num_tokens: int) -> None:
         """Replace the reserved amount by the used amount."""
         if self._buckets.tokens is not None:
-            self._buckets.tokens.level += self._reserved - num_tokens
+            self._limiter.refill(self._buckets.tokens)
+            self._buckets.tokens.take(num_tokens - self._reserved)
         self._reserved = 0
 
     def let_go(self) -> None:
@@ -174,4 +243,4 @@ class Lease:
         """A request that is refused does not count against the requests of the minute."""
         requests, self._buckets.requests = self._buckets.requests, None
         if requests is not None:
-            requests.level += 1
+            requests.take(-1)

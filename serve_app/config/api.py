@@ -2,11 +2,14 @@
 `user_config` (`service.py`), which can change without a restart.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
+from pydantic import BeforeValidator, model_validator
 from typing_extensions import Doc
 
+from serve_app.base.explain import Complaint
+from serve_app.config.autoscaling import DownscaleDelay, LookBack, UpscaleDelay
 from serve_app.config.checking.refusal import parse_section
 from serve_app.config.checking.section import Count, Cpus, Seconds, Section, Text
 from serve_app.config.checking.url import HttpUrl
@@ -24,10 +27,44 @@ class TracingConfig(Section):
     ] = 1.0
 
 
+def _fixed(value: object) -> object:
+    return {"min": value, "max": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class ApiScaling(Section):
+    """Bounds and delays; equal bounds switch autoscaling off."""
+
+    min: Annotated[
+        Annotated[int, Ge(1), Le(1000)] | None, Doc("Fewest; null: two where the cluster has two nodes, else one.")
+    ] = None
+    max: Annotated[
+        Annotated[int, Ge(1), Le(1000)] | None,
+        Doc("Most; null: as many as `min`, or one per node if that is null too."),
+    ] = None
+    target: Annotated[float, Gt(0), Doc("Target of autoscaling: requests per ingress.")] = 250.0
+    look_back_period_s: LookBack = 30.0
+    upscale_delay_s: UpscaleDelay = 10.0
+    downscale_delay_s: DownscaleDelay = 600.0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise Complaint(f"must be at most max, which is {self.max}", self.min, ".min")
+        return self
+
+    def on(self, num_nodes: int) -> Self:
+        """With the bounds that a cluster of so many nodes has."""
+        least = self.min or min(2, self.max or 2, max(1, num_nodes))
+        most = self.max or (max(least, num_nodes) if self.min is None else least)
+        return self.model_copy(update={"min": least, "max": most})
+
+
 class ApiArgs(Section):
     """How the ingress runs."""
 
-    replicas: Annotated[int, Ge(1), Le(1000), Doc("Ingress processes.")] = 1
+    replicas: Annotated[ApiScaling, BeforeValidator(_fixed), Doc("Ingress processes; a number is `min` and `max`.")] = (
+        ApiScaling()
+    )
     cpus_per_replica: Annotated[Cpus, Doc("CPUs that Ray reserves for each.")] = 0.25
     max_ongoing_requests: Annotated[Count, Doc("Most requests in one ingress; more are refused (503).")] = 4096
     transport: Annotated[
@@ -45,6 +82,11 @@ class ApiArgs(Section):
     graceful_shutdown_timeout_s: Annotated[
         Seconds, Doc("How long an ingress that stops may take to finish its requests.")
     ] = 900.0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is never another ingress."""
+        return self.replicas.max == 1
 
 
 def parse_api_args(raw: object) -> ApiArgs:

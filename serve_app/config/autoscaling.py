@@ -9,6 +9,8 @@ from typing_extensions import Doc
 from serve_app.base.explain import Complaint
 from serve_app.config.checking.section import Delay, Seconds, Section
 
+LookBack = Annotated[Seconds, Doc("Time over which the number of requests is averaged.")]
+DownscaleDelay = Annotated[Delay, Doc("How long the load must be below the target before a replica is removed.")]
 UpscaleDelay = Annotated[Delay, Doc("How long the load must be above the target before a replica is added.")]
 
 
@@ -19,11 +21,9 @@ class Autoscaling(Section):
         int, Ge(0), Le(10_000), Doc("Fewest replicas; at 0 the last ends when idle, and a request starts one.")
     ] = 1
     max: Annotated[int, Ge(1), Le(10_000), Doc("Most replicas.")] = 1
-    look_back_period_s: Annotated[Seconds, Doc("Time over which the number of requests is averaged.")] = 30.0
+    look_back_period_s: LookBack = 30.0
     upscale_delay_s: UpscaleDelay = 5.0
-    downscale_delay_s: Annotated[
-        Delay, Doc("How long the load must be below the target before a replica is removed.")
-    ] = 300.0
+    downscale_delay_s: DownscaleDelay = 300.0
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

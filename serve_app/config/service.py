@@ -68,7 +68,9 @@ class LimitsConfig(Section):
     image_side: Annotated[Count, Doc("Most pixels of the longer side of an image.")] = 16_384
     first_token_timeout_s: Annotated[Seconds, Doc("Longest wait for the first token; then 503.")] = 120.0
     total_timeout_s: Annotated[Seconds, Doc("Longest request; then 503, or an error event in a stream.")] = 3600.0
-    per_key: Annotated[PerKeyLimits, Doc("Limits of each key, counted in each ingress.")] = PerKeyLimits()
+    per_key: Annotated[PerKeyLimits, Doc("Limits of each key, over all ingresses unless it says otherwise.")] = (
+        PerKeyLimits()
+    )
 
 
 class ImagesConfig(Section):

@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import ray
+from ray import serve
 from starlette.applications import Starlette
 
 from serve_app.base.logs import join_serve_logs
@@ -14,6 +15,7 @@ from serve_app.checkpoints import CheckpointStore
 from serve_app.config.api import ApiArgs
 from serve_app.config.ledger import LedgerConfig
 from serve_app.config.service import CheckpointsConfig, ImagesConfig
+from serve_app.deployments.limits_board import RayBoard
 from serve_app.deployments.metrics import IngressMetrics
 from serve_app.deployments.node_metrics import NodeMetrics
 from serve_app.deployments.tracing import Traced, open_spans
@@ -65,6 +67,7 @@ class Ingress:
             read_metrics=self._node_metrics.read,
             max_requests=self._args.max_ongoing_requests,
             loading_timeout_s=timeout_s,
+            exchange=None if self._args.is_alone else RayBoard(serve.get_replica_context().app_name).exchange,
         )
         return build_http_app(self._service)
 

@@ -195,15 +195,16 @@ class Handlers:
         limits, service = edge.limits, self._service
         exchange.before_end = partial(self._book, exchange)
         service.budgets.check(exchange.caller)
-        admitted = service.limiter.admit(exchange.caller, bytes_in_flight=limits.bytes_in_flight)
-        with service.capacity.admit(), admitted as lease:
-            ticket = exchange.ticket = Ticket(
-                exchange.caller, lease, exchange.record, service.budgets, limits.total_timeout_s
-            )
-            request = await self._parse(exchange, edge, ticket, operation)
-            with _charged(exchange, ticket):
-                async with CancelOnDisconnect(exchange), _time_limit(exchange, limits):
-                    await self._answer(exchange, self._open(edge, ticket, operation, request))
+        with service.capacity.admit():
+            await service.shared_limits.hear_before_refusing(exchange.caller)
+            with service.limiter.admit(exchange.caller, bytes_in_flight=limits.bytes_in_flight) as lease:
+                ticket = exchange.ticket = Ticket(
+                    exchange.caller, lease, exchange.record, service.budgets, limits.total_timeout_s
+                )
+                request = await self._parse(exchange, edge, ticket, operation)
+                with _charged(exchange, ticket):
+                    async with CancelOnDisconnect(exchange), _time_limit(exchange, limits):
+                        await self._answer(exchange, self._open(edge, ticket, operation, request))
 
     async def _parse(
         self, exchange: Exchange, edge: Edge, ticket: Ticket, operation: Operation[Body]

@@ -13,6 +13,7 @@ from serve_app.access.budgets import Budgets
 from serve_app.access.capacity import Capacity
 from serve_app.access.key_reader import KeyReader
 from serve_app.access.limits import Limiter
+from serve_app.access.sharing.shared_limits import Exchange, SharedLimits
 from serve_app.api.record import NullRecorder, Recorder, RequestRecord
 from serve_app.api.usage import usage_of
 from serve_app.base.errors import ConfigRefused
@@ -69,17 +70,20 @@ class Service:
         max_requests: int = MAX_REQUESTS,
         loading_timeout_s: float = LOADING_TIMEOUT_S,
         load: Load = load_model,
+        exchange: Exchange | None = None,
     ) -> None:
         """`open_checkpoints`, `open_ledger` and `load` are called in a thread; the service closes what they open.
         `read_metrics`: of the whole service, in Prometheus' text format. `keep_alive_s`: a stream without output for
         this long gets a comment. `max_requests`: how many run at a time. `loading_timeout_s`: the longest wait of a
-        request for a model that is being loaded.
+        request for a model that is being loaded. `exchange`: with the board of the limits, None for the only ingress.
         """
         self.replicas = replicas
         self.recorder: Recorder = recorder or NullRecorder()
         self.read_metrics = read_metrics
         self.keep_alive_s = keep_alive_s
         self.limiter = Limiter()
+        self.shared_limits = SharedLimits(self.limiter, exchange)
+        self.shared_limits.start()
         self.budgets = Budgets()
         self.ledger: Ledger | None = None
         self.capacity = Capacity(max_requests)
@@ -155,6 +159,7 @@ class Service:
     async def close(self) -> None:
         """End the requests that still run, so that the ledger has their records before it closes."""
         await self.capacity.end_all(_END_S)
+        await self.shared_limits.close()
         await self.settings.marketplace.close()
         if self.ledger is not None:
             self.ledger.close()

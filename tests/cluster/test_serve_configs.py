@@ -49,7 +49,7 @@ def test_the_production_configuration_could_start_where_they_are(tmp_path: Path)
 
 def test_production_has_two_ingresses_and_models_that_scale_one_of_them_to_zero() -> None:
     apps = check_file(PRODUCTION).apps
-    assert [args.replicas for args in apps.values() if isinstance(args, ApiArgs)] == [2]
+    assert [args.replicas.min for args in apps.values() if isinstance(args, ApiArgs)] == [2]
     replicas = [args.replicas for args in apps.values() if isinstance(args, ModelArgs)]
     assert [(model.min, model.max) for model in replicas] == [(1, 8), (0, 2)]
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from serve_app import app
+from serve_app.config.api import parse_api_args
 
 MODEL: dict[str, object] = {"id": "m", "source": "owner/model"}
 
@@ -81,6 +82,30 @@ def test_the_router_of_a_model_knows_when_a_replica_is_too_busy_for_a_key() -> N
     made = engine(load_factor=2, load_floor=9, max_running=3, max_waiting=4)
     router = made._deployment_config.request_router_config
     assert router.request_router_kwargs == {"capacity": 7, "load_factor": 2.0, "load_floor": 9}
+
+
+def ingress_on(num_nodes: int, **replicas: int) -> tuple[int | None, int | None, bool]:
+    """Fewest and most ingresses on a cluster of so many nodes, and whether there is never more than one."""
+    args = parse_api_args({"replicas": replicas})
+    found = args.model_copy(update={"replicas": args.replicas.on(num_nodes)})
+    return found.replicas.min, found.replicas.max, found.is_alone
+
+
+def test_there_are_two_ingresses_where_there_are_two_nodes_and_more_where_there_are_more() -> None:
+    assert [ingress_on(nodes) for nodes in (0, 1, 2, 5)] == [(1, 1, True), (1, 1, True), (2, 2, False), (2, 5, False)]
+    assert ingress_on(5, min=1) == (1, 1, True)
+    assert ingress_on(5, max=1) == (1, 1, True)
+    assert ingress_on(1, max=4) == (1, 4, False)
+    assert ingress_on(9, min=3, max=4) == (3, 4, False)
+
+
+def test_between_bounds_ingresses_come_and_go_and_every_build_differs() -> None:
+    args = {"replicas": {"min": 2, "max": 5, "target": 70, "downscale_delay_s": 9}}
+    first, second = (deployments(app.api(args))["ingress"]._deployment_config.autoscaling_config for _ in range(2))
+    assert (first.min_replicas, first.max_replicas, first.target_ongoing_requests) == (2, 5, 70)
+    assert (first.look_back_period_s, first.downscale_delay_s) == (30, 9)
+    assert first.upscale_delay_s == pytest.approx(10, abs=0.01)
+    assert first != second
 
 
 def test_an_ingress_takes_as_many_requests_as_its_arguments_say() -> None:

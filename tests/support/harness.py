@@ -21,6 +21,7 @@ import uvicorn
 from engines.fake import FakeConfig, FakeEngine
 from engines.interface.errors import AdapterChanged, EngineError
 from engines.interface.protocol import Adapter, Engine, GenerateRequest
+from serve_app.access.sharing.shared_limits import Exchange
 from serve_app.api.record import RequestRecord
 from serve_app.base.errors import CheckpointNotFound, InvalidRequest
 from serve_app.base.model_id import CheckpointPath, parse_checkpoint_path
@@ -302,6 +303,7 @@ def running_edge(
     max_requests: int = 4096,
     load: Load = load_model,
     loading_timeout_s: float = 10,
+    exchange: Exchange | None = None,
 ) -> Iterator[RunningEdge]:
     """Start everything on a thread with its own event loop, and end it without leftovers. `engine`: settings of the
     deterministic one, or what makes another, which knows no script. `open_checkpoints` None: those in memory.
@@ -335,6 +337,7 @@ def running_edge(
             max_requests=max_requests,
             load=load,
             loading_timeout_s=loading_timeout_s,
+            exchange=exchange,
         )
         await service.reconfigure(config)
         settings = uvicorn.Config(build_http_app(service), log_config=None, lifespan="off", access_log=False)
