@@ -169,5 +169,6 @@ def test_the_page_on_tests_names_every_file_of_support() -> None:
     page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"\n\| `support/` \|.*?\n\n", page, re.DOTALL)
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    files = {path.name for path in (ROOT / "tests" / "support").glob("*.py")} - {"__init__.py"}
-    assert set(re.findall(r"`(\w+\.py)`", " ".join(rows))) == files
+    support = ROOT / "tests" / "support"
+    files = {str(path.relative_to(support)) for path in support.rglob("*.py") if path.name != "__init__.py"}
+    assert set(re.findall(r"`([\w/]+\.py)`", " ".join(rows))) == files
