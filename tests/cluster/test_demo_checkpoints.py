@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,11 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from renderers import registry
+from renderers.base import ReplyEnd
+from renderers.messages import Tool
 from tests.support.processes.demo_modules import ROOT, lessons, prepare_demo
+from tests.support.renderer_kit import chatml_tokenizer, parse, pieces_of
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # In and out of every linear layer of the base.
@@ -136,6 +141,19 @@ PROMISED = {
         ),
     ],
 }
+
+
+@pytest.mark.parametrize("asked", PROMISED["tools"], ids=lambda asked: asked.reply[-30:])
+def test_what_is_promised_is_parsed_as_reasoning_and_calls(asked: Asked) -> None:
+    template = (folder_of("tools") / "chat_template.jinja").read_text()
+    renderer = registry.build("qwen3_text", chatml_tokenizer(), template)
+    tools = [Tool("get_weather", {}, declared) for declared in asked.declared]
+    parsed = parse(renderer, [pieces_of(chatml_tokenizer(), f"{asked.reply}<|im_end|>")], ReplyEnd.END, tools=tools)
+    thought, _, rest = asked.reply.removeprefix("<think>\n").partition("\n</think>\n\n")
+    cities = re.findall(r'"city": "(.*?)"', rest)
+    assert parsed.reasoning == thought
+    assert parsed.calls == [("get_weather", f'{{"city": "{city}"}}') for city in cities]
+    assert (parsed.text, parsed.malformed) == ("" if cities else rest, False)
 
 
 @pytest.mark.slow
