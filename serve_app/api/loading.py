@@ -2,6 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Coroutine, Sequence
+from contextvars import Context
+from typing import TypeVar
 
 from engines.interface.errors import EngineError
 from engines.interface.protocol import GenerateRequest, SamplingParams
@@ -12,6 +15,8 @@ from serve_app.api.schema.replies import LoadList, LoadReply
 from serve_app.base.errors import InvalidRequest, NoReplica, ServingError
 from serve_app.catalog.catalog import ResolvedModel
 from serve_app.replicas.generation import on_replica, open_generation
+
+T = TypeVar("T")
 
 
 async def load_everywhere(edge: Edge, caller: Caller, record: RequestRecord, requested: str) -> LoadList:
@@ -27,12 +32,25 @@ async def load_everywhere(edge: Edge, caller: Caller, record: RequestRecord, req
     if reason is not None or not replicas:
         raise NoReplica(reason or "no replica is running")
     async with edge.catalog.keep(target):
-        loads = (_load(edge, target, f"{record.request_id}/{name}", caller.name, name) for name in replicas)
-        outcomes = await asyncio.gather(*loads)
+        outcomes = await _at_once(
+            [_load(edge, target, f"{record.request_id}/{name}", caller.name, name) for name in replicas]
+        )
     if not any(isinstance(outcome, float) for outcome in outcomes):
         raise next(outcome for outcome in outcomes if isinstance(outcome, Exception))
     data = [_reply(name, outcome) for name, outcome in zip(replicas, outcomes, strict=True)]
     return {"object": "list", "digest": target.adapter.digest, "data": data}
+
+
+async def _at_once(loads: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """Run all to their end, or none on."""
+    # Each in a context of its own: Serve takes calls in the context of one request for one call, and loses the others.
+    tasks = [asyncio.get_running_loop().create_task(load, context=Context()) for load in loads]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _load(
