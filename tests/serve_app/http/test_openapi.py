@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema_rs
 import openapi_spec_validator
 import pytest
 from hypothesis import assume, example, given, settings
@@ -34,6 +33,7 @@ from serve_app.config.service import LimitsConfig, ModelConfig
 from serve_app.http.app import PREFIXES, build_http_app
 from serve_app.http.openapi import describe_api
 from serve_app.marketplace.slugs import Slug, Wanted
+from tests.support.description import closed, validator_of
 from tests.support.files.tiny_tokenizer import save_model_folder
 from tests.support.harness import BASE, CHAT, RunningEdge, StoredCheckpoint
 from tests.support.marketplace.slugs import SLUG, Sell, ask, ask_chat, local, priced, slug
@@ -49,25 +49,8 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def validator_of(name: str, document: Any = DOCUMENT) -> Any:
-    schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
-    return jsonschema_rs.validator_for({**schema, "$schema": "https://json-schema.org/draft/2020-12/schema"})
-
-
-def closed(schema: Any) -> Any:
-    """The same, but objects hold nothing that is not named."""
-    if isinstance(schema, list):
-        return [closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: closed(value) for name, value in schema.items()}
-    return {**found, "additionalProperties": False} if "properties" in found else found
-
-
 CLOSED = closed(DOCUMENT)
-
-
-VALIDATORS = {name: validator_of(name) for name in (*BODIES, *SLUG_BODIES)}
+VALIDATORS = {name: validator_of(name, DOCUMENT) for name in (*BODIES, *SLUG_BODIES)}
 
 
 def check(name: str, value: Any) -> None:
