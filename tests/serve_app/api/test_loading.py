@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextvars import ContextVar
 from urllib.parse import quote
 
 import httpx
@@ -18,8 +19,13 @@ pytest_plugins = ("tests.support.edge_fixtures",)
 PATH = "tinker://run:1/sampler_weights/n"
 
 
+OF_REQUEST: ContextVar[bool] = ContextVar("of_request", default=False)
+
+
 class Three:
-    """Three replicas; an error in place of one is what it answers."""
+    """Three replicas; an error in place of one is what it answers. Serve loses all but one of the calls that are made
+    in the context of one request.
+    """
 
     def __init__(self, **errors: EngineError) -> None:
         self.errors = errors
@@ -29,6 +35,7 @@ class Three:
     async def generate(
         self, deployment: str, request: GenerateRequest, *, affinity: str
     ) -> AsyncGenerator[TokenDelta, None]:
+        assert not OF_REQUEST.get()
         (name,) = (one for one in "abc" if affinity == on_replica(one))
         self.asked[name] = request
         if len(self.asked) == 3:
@@ -39,6 +46,7 @@ class Three:
         yield TokenDelta((1,), finish_reason=FinishReason.LENGTH)
 
     def running(self, deployment: str) -> Sequence[str]:
+        OF_REQUEST.set(True)
         return list("abc")
 
     def held(self, deployment: str) -> Collection[bytes]:
