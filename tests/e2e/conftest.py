@@ -100,6 +100,8 @@ def cluster() -> Iterator[int]:
     ray.init(
         address="local",
         num_cpus=16,
+        num_gpus=4,  # that are not there: nothing here computes on one
+        resources={"accelerator_type:H200": 1},
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
