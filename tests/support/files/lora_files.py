@@ -49,6 +49,14 @@ def write_adapter(folder: Path, config: Mapping[str, object], tensors: Mapping[s
     return folder
 
 
+def write_vision_adapter(folder: Path, base: str) -> Path:
+    """Of the queries of the first layer of `cluster/examples/tiny-vision`, which are as wide as the layer."""
+    width, module = 128, "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+    tensors = {"lora_A": torch.ones(4, width) / width, "lora_B": torch.ones(width, 4)}
+    config = {"base_model_name_or_path": base, "target_modules": ["q_proj"]}
+    return write_adapter(folder, config, {f"{module}.{name}.weight": tensor for name, tensor in tensors.items()})
+
+
 def adapter_at(folder: Path) -> Adapter:
     digest = adapter_digest((folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes())
     return Adapter(digest, str(folder))

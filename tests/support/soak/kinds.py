@@ -93,8 +93,8 @@ def texts(model: str, longest: int) -> list[Kind]:
         Kind("completion", COMPLETIONS, completion(model, longest)),
         Kind("completion, streamed", COMPLETIONS, completion(model, longest, **with_usage), weight=8),
         Kind("two choices", COMPLETIONS, many, weight=2),
-        Kind("leaver", COMPLETIONS, completion(model, 20 * longest, stream=True), manner=Manner.LEAVE),
-        Kind("leaver, not streamed", CHAT, chat(model, 20 * longest), weight=2, manner=Manner.LEAVE),
+        Kind("leaver", COMPLETIONS, completion(model, 4 * longest, stream=True), manner=Manner.LEAVE),
+        Kind("leaver, not streamed", CHAT, chat(model, 4 * longest), weight=2, manner=Manner.LEAVE),
         Kind("slow reader", COMPLETIONS, completion(model, longest, stream=True), weight=2, manner=Manner.PAUSE),
     ]
 
@@ -117,7 +117,14 @@ def images(model: str, urls: Collection[str]) -> list[Kind]:
             manner=Manner.LEAVE,
             refusals=OF_IMAGES,
         ),
-        Kind("no image", CHAT, lambda _: asking(undecodable), weight=1, refusals=OF_IMAGES, must_get=(400, None)),
+        Kind(
+            "no image",
+            CHAT,
+            lambda _: asking(undecodable),
+            weight=1,
+            refusals=OF_IMAGES,
+            must_get=(400, "invalid_image"),
+        ),
     ]
 
 
