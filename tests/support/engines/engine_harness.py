@@ -178,7 +178,7 @@ class Result:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     cached_tokens: int = 0
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list, compare=False)
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     aborted: bool = False
