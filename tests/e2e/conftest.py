@@ -23,6 +23,19 @@ from tests.support.waiting import eventually
 Json = dict[str, Any]
 
 
+def ingresses(config: Json) -> Iterator[tuple[str, Json]]:
+    """The prefix and the `user_config` of each."""
+    for application in config["applications"]:
+        for deployment in application.get("deployments", ()):
+            if "models" in deployment.get("user_config", {}):
+                yield application["route_prefix"].rstrip("/"), deployment["user_config"]
+
+
+def ingresses_with(model: str, config: Json) -> set[str]:
+    """The prefixes of the ingresses that this configuration tells of the model."""
+    return {prefix for prefix, told in ingresses(config) if model in [entry["id"] for entry in told["models"]]}
+
+
 @dataclass
 class Service:
     """The running service, and what tests do to it."""
@@ -50,11 +63,18 @@ class Service:
     def serving(self, model: str, config: Json, *, within_s: float = 120) -> Iterator[Self]:
         """With another configuration, once it serves this model; then with its first one again."""
         self.deploy(config)
-        eventually(lambda: model in [listed.id for listed in self.sdk().models.list()])
+        eventually(lambda: self.listing(model) == ingresses_with(model, config), within_s)
         eventually(self.is_ready, within_s)
         yield self
         self.deploy(self.config)
+        # Else the next to serve this model would take this configuration for its own.
+        eventually(lambda: self.listing(model) == ingresses_with(model, self.config), 120)
         eventually(self.is_ready, 120)
+
+    def listing(self, model: str) -> set[str]:
+        """The prefixes of the ingresses that list it."""
+        prefixes = {prefix for prefix, _ in ingresses(self.deployed or self.config)}
+        return {prefix for prefix in prefixes if model in [listed.id for listed in self.sdk(prefix).models.list()]}
 
     def is_ready(self) -> bool:
         try:  # Serve holds requests back while it has no ingress

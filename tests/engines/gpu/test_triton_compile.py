@@ -19,7 +19,7 @@ SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # that a p
 @cache
 def compiled_for(capability: int) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests" / "support" / "triton_compile.py"), str(capability)]
+    command = [sys.executable, str(ROOT / "tests" / "support" / "engines" / "triton_compile.py"), str(capability)]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
