@@ -1,11 +1,10 @@
 """What the families have in common whose turns are `<|im_start|>role\\n…<|im_end|>` and whose tags are Qwen's."""
 
-from collections.abc import Mapping
-
-from renderers.efforts import Efforts, switch
-from renderers.families.tagged import find_start, known_ids, needed_id
+from renderers.efforts import Efforts
+from renderers.families import tagged
+from renderers.families.tagged import known_ids, needed_id
 from renderers.markers import Tokenizer
-from renderers.replies.tags import Start, Tag
+from renderers.replies.tags import Tag
 from renderers.templates.chat_template import ChatTemplate
 
 HEADER = "<|im_start|>assistant\n"
@@ -24,15 +23,6 @@ def end_ids(name: str, tokenizer: Tokenizer, template: ChatTemplate) -> dict[int
     return dict.fromkeys(known_ids(turn_end, template.added.id_of(TEXT_END), tokenizer.eos_token_id), Tag.END)
 
 
-def tag_ids(name: str, template: ChatTemplate, tags: Mapping[str, Tag]) -> dict[int, Tag]:
-    """Raises `TemplateRefused` if the vocabulary lacks one."""
-    return {needed_id(name, template, spelling): tag for spelling, tag in tags.items()}
-
-
 def find_efforts(template: ChatTemplate) -> Efforts:
     """What the template does with `enable_thinking`: it decides, or the model always reasons, or never."""
-    switched_on = find_start(template, [HEADER], enable_thinking=True)
-    switched_off = find_start(template, [HEADER], enable_thinking=False)
-    if switched_on is not switched_off:
-        return switch("enable_thinking")
-    return {True: {}} if switched_on is not Start.TEXT else {}
+    return tagged.find_efforts(template, [HEADER], "enable_thinking")

@@ -8,8 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 
 from renderers.deltas import Piece
-from renderers.efforts import Efforts, switch
-from renderers.families.tagged import TaggedRenderer, find_start, known_ids, needed_id, needed_template
+from renderers.families.tagged import (
+    TaggedRenderer,
+    find_efforts,
+    find_start,
+    known_ids,
+    known_tags,
+    needed_id,
+    needed_template,
+)
 from renderers.markers import Tokenizer
 from renderers.messages import Tool, ToolCall
 from renderers.replies.call_sections import CallMarkers
@@ -23,13 +30,7 @@ _HEADERS = ("<｜Assistant｜>", "<｜tool▁output▁end｜>", "<｜tool▁outp
 _TURN_END = "<｜end▁of▁sentence｜>"
 _CALL = CallMarkers("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 _CODE_CALL = CallMarkers(_CALL.begin, _CALL.middle, _CALL.end, between="\n")
-_SECTION = {
-    "<｜tool▁calls▁begin｜>": Tag.CALL_OPEN,
-    "<｜tool▁calls▁end｜>": Tag.CALL_CLOSE,
-    _CALL.begin: Tag.CALL_PART,
-    _CALL.middle: Tag.CALL_PART,
-    _CALL.end: Tag.CALL_PART,
-}
+_SECTION = _CALL.tags("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _REASONING = {"<think>": Tag.THINK_OPEN, "</think>": Tag.THINK_CLOSE}
 _CODE = re.compile(r"([^\n]+)\n```json\n(.*)\n```", re.DOTALL)
 
@@ -39,9 +40,7 @@ class DeepSeekV3Renderer(TaggedRenderer):
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         template = needed_template(NAME, template)
-        tags: dict[int, Tag] = {}
-        for spelling, tag in (_SECTION | _REASONING).items():
-            tags |= dict.fromkeys(known_ids(template.added.id_of(spelling)), tag)
+        tags = known_tags(template, _SECTION | _REASONING)
         ends = known_ids(needed_id(NAME, template, _TURN_END), tokenizer.eos_token_id)
         # R1 writes `<think>\n…\n</think>\n\n`, V3.1 no newlines.
         in_lines = find_start(template, _HEADERS) is Start.REASONING
@@ -52,15 +51,9 @@ class DeepSeekV3Renderer(TaggedRenderer):
             must_close_reasoning=True,
             calls_come_last=True,
         )
-        super().__init__(NAME, template, headers=_HEADERS, grammar=grammar, efforts=_find_efforts(template))
+        efforts = find_efforts(template, _HEADERS, "thinking")
+        super().__init__(NAME, template, headers=_HEADERS, grammar=grammar, efforts=efforts)
         self.supports_tools = _writes_sections(template)
-
-
-def _find_efforts(template: ChatTemplate) -> Efforts:
-    on, off = (find_start(template, _HEADERS, thinking=value) for value in (True, False))
-    if on is not off:
-        return switch("thinking")
-    return {True: {}} if on is not Start.TEXT else {}
 
 
 def _parse_calls(section: Sequence[Piece], tools: Mapping[str, Tool]) -> list[ToolCall] | None:

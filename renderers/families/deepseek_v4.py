@@ -10,7 +10,8 @@ from renderers.efforts import Efforts, switch
 from renderers.families.tagged import TaggedRenderer, known_ids, needed_id, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Tool
-from renderers.replies.dsml import MARKER, DsmlForm, DsmlLexer, DsmlParser, dsml_grammar
+from renderers.replies.dsml import MARKER, DsmlForm, DsmlLexer, dsml_grammar
+from renderers.replies.lexed import LexedParser
 from renderers.templates.chat_template import PROBE_USER, ChatTemplate
 
 NAME = "deepseek_v4"
@@ -35,8 +36,8 @@ class DeepSeekV4Renderer(TaggedRenderer):
         grammar = dsml_grammar(form, template.added, known_ids(end, tokenizer.eos_token_id))
         super().__init__(NAME, template, headers=_HEADERS, grammar=grammar, efforts=_find_efforts(template))
 
-    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> DsmlParser:
-        return DsmlParser(DsmlLexer(self._form, self._marker_id), super().parser(prompt, tools))
+    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> LexedParser:
+        return LexedParser(DsmlLexer(self._form, self._marker_id), super().parser(prompt, tools))
 
 
 def _find_form(template: ChatTemplate) -> DsmlForm | None:
@@ -58,7 +59,7 @@ def _find_efforts(template: ChatTemplate) -> Efforts:
 
 def _prompt(template: ChatTemplate, **variables: object) -> str:
     try:
-        return "".join([template.render(PROBE_USER, **variables).text])
+        return template.render(PROBE_USER, **variables).text
     except RenderError:
         return ""
 

@@ -8,7 +8,8 @@ from renderers.efforts import Efforts, check_effort
 from renderers.families.tagged import known_ids
 from renderers.markers import AddedTokens, Tokenizer, added_tokens
 from renderers.messages import Conversation, Effort, Message, Role, TextPart, Tool, ToolCall
-from renderers.replies.dsml import MARKER, DsmlForm, DsmlLexer, DsmlParser, dsml_grammar
+from renderers.replies.dsml import MARKER, DsmlForm, DsmlLexer, dsml_grammar
+from renderers.replies.lexed import LexedParser
 from renderers.replies.tags import Start, TagParser
 from renderers.templates.chat_template import ChatTemplate
 from renderers.templates.encoder import PromptEncoder
@@ -81,10 +82,10 @@ class DeepSeekV41Renderer:
         text = TracedText("", b"").join([*prompt.parts(), _trusted(_ASSISTANT), _trusted(prompt.prefill)])
         return RenderedPrompt(tuple(self._encoder.encode(text)), prompt.prefill)
 
-    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> DsmlParser:
+    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> LexedParser:
         assert self._marker_id is not None
         parser = TagParser(self._grammar, Start.after(prompt.prefill), tools)
-        return DsmlParser(DsmlLexer(_FORM, self._marker_id), parser)
+        return LexedParser(DsmlLexer(_FORM, self._marker_id), parser)
 
 
 class _Prompt:

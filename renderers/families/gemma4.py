@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from renderers.base import RenderError
 from renderers.deltas import Piece
 from renderers.efforts import Efforts, switch
-from renderers.families.tagged import TaggedRenderer, known_ids, needed_id, needed_template
+from renderers.families.tagged import TaggedRenderer, known_ids, needed_id, needed_tags, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Tool, ToolCall
 from renderers.replies.blocks import texts_between
@@ -39,7 +39,7 @@ _STRUCTURE = re.compile(r"([{}\[\],:])")
 def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
     """Raises `TemplateRefused`."""
     template = needed_template(NAME, template)
-    tags = {needed_id(NAME, template, spelling): tag for spelling, tag in _TAGS.items()}
+    tags = needed_tags(NAME, template, _TAGS)
     ends = known_ids(
         needed_id(NAME, template, _TURN_END),
         needed_id(NAME, template, _RESULT),

@@ -11,11 +11,12 @@ from itertools import groupby
 
 from renderers.base import RenderedPrompt, RenderError
 from renderers.deltas import Piece
-from renderers.efforts import Efforts, switch
-from renderers.families.tagged import TaggedRenderer, find_start, known_ids, needed_id, needed_template
+from renderers.efforts import Efforts
+from renderers.families.tagged import TaggedRenderer, find_switch, known_ids, needed_id, needed_tags, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation, Message, Role, Tool, ToolCall
 from renderers.replies.arguments import value_of
+from renderers.replies.blocks import texts_between
 from renderers.replies.tags import STRIPPED, Tag, TagGrammar
 from renderers.templates.chat_template import PROBE_USER, ChatTemplate
 from renderers.tools import dump, new_call_id
@@ -45,7 +46,7 @@ class _GlmRenderer(TaggedRenderer):
 def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
     """Raises `TemplateRefused`."""
     template = needed_template(NAME, template)
-    tags = {needed_id(NAME, template, spelling): tag for spelling, tag in _TAGS.items()}
+    tags = needed_tags(NAME, template, _TAGS)
     ends = known_ids(
         *(needed_id(NAME, template, spelling) for spelling in _ENDS),
         template.added.id_of("<|endoftext|>"),
@@ -79,9 +80,7 @@ def _find_efforts(template: ChatTemplate) -> Efforts:
     levels = [level for level in _LEVELS if _writes_level(template, level)]
     if levels:
         return {level: {"reasoning_effort": level} for level in levels}
-    switched_on = find_start(template, [_HEADER], enable_thinking=True)
-    switched_off = find_start(template, [_HEADER], enable_thinking=False)
-    return switch("enable_thinking") if switched_on is not switched_off else {}
+    return find_switch(template, [_HEADER], "enable_thinking")
 
 
 def _writes_level(template: ChatTemplate, level: str) -> bool:
@@ -94,25 +93,13 @@ def _writes_level(template: ChatTemplate, level: str) -> bool:
 
 def _parse_call(block: Sequence[Piece], tools: Mapping[str, Tool]) -> list[ToolCall] | None:
     """`name<arg_key>…</arg_key><arg_value>…</arg_value>…`, with space between the parts at most."""
-    (_, name), *parts = _parts(block)
-    markers = tuple(marker for marker, _ in parts)
-    texts = [text for _, text in parts]
+    name, *texts = texts_between(block, _ARGUMENT)
+    markers = tuple(piece.text for piece in block if piece.token_id is not None and piece.text in _ARGUMENT)
     keys, values = texts[::4], texts[2::4]
     between = texts[1::2]
     name = name.strip()
-    well_formed = markers == _ARGUMENT * (len(parts) // 4) and not any(map(str.strip, between))
+    well_formed = markers == _ARGUMENT * (len(markers) // 4) and not any(map(str.strip, between))
     if not name or not well_formed or "" in keys:
         return None
     arguments = {key: value_of(text, key, tools.get(name)) for key, text in zip(keys, values, strict=True)}
     return [ToolCall(new_call_id(), name, dump(arguments))]
-
-
-def _parts(block: Sequence[Piece]) -> list[tuple[str, str]]:
-    """The text after each marker of an argument, with the marker; first the text before all of them."""
-    parts: list[tuple[str, list[str]]] = [("", [])]
-    for piece in block:
-        if piece.token_id is not None and piece.text in _ARGUMENT:
-            parts.append((piece.text, []))
-        else:
-            parts[-1][1].append(piece.text)
-    return [(marker, "".join(texts)) for marker, texts in parts]

@@ -11,9 +11,16 @@ from dataclasses import replace
 
 from renderers.base import RenderedPrompt, RenderError
 from renderers.deltas import Piece
-from renderers.efforts import switch
 from renderers.families.kimi_tools import typescript, with_sorted_keys
-from renderers.families.tagged import TaggedRenderer, find_start, known_ids, needed_id, needed_template
+from renderers.families.tagged import (
+    TaggedRenderer,
+    find_switch,
+    known_ids,
+    known_tags,
+    needed_id,
+    needed_tags,
+    needed_template,
+)
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation, Effort, Tool, ToolCall
 from renderers.replies.call_sections import CallMarkers
@@ -25,13 +32,7 @@ NAME = "kimi_k2"
 _HEADER = "<|im_assistant|>assistant<|im_middle|>"
 _TURN_END = "<|im_end|>"
 _CALL = CallMarkers("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
-_SECTION = {
-    "<|tool_calls_section_begin|>": Tag.CALL_OPEN,
-    "<|tool_calls_section_end|>": Tag.CALL_CLOSE,
-    _CALL.begin: Tag.CALL_PART,
-    _CALL.middle: Tag.CALL_PART,
-    _CALL.end: Tag.CALL_PART,
-}
+_SECTION = _CALL.tags("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _REASONING = {"<think>": Tag.THINK_OPEN, "</think>": Tag.THINK_CLOSE}
 _ID = re.compile(r"functions\.(.+):\d+", re.DOTALL)
 
@@ -41,9 +42,7 @@ class KimiK2Renderer(TaggedRenderer):
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         template = needed_template(NAME, template)
-        tags = {needed_id(NAME, template, spelling): tag for spelling, tag in _SECTION.items()}
-        for spelling, tag in _REASONING.items():
-            tags |= dict.fromkeys(known_ids(template.added.id_of(spelling)), tag)
+        tags = needed_tags(NAME, template, _SECTION) | known_tags(template, _REASONING)
         ends = known_ids(needed_id(NAME, template, _TURN_END), tokenizer.eos_token_id)
         grammar = TagGrammar(
             tags | dict.fromkeys(ends, Tag.END),
@@ -51,8 +50,7 @@ class KimiK2Renderer(TaggedRenderer):
             text_in_reasoning=frozenset(_SECTION.values()),
             calls_come_last=True,
         )
-        on, off = (find_start(template, [_HEADER], thinking=value) for value in (True, False))
-        efforts = switch("thinking") if on is not off else {}
+        efforts = find_switch(template, [_HEADER], "thinking")
         super().__init__(NAME, template, headers=[_HEADER], grammar=grammar, efforts=efforts)
         self._always_reasons = not efforts and "<think>" in template.call_text
 

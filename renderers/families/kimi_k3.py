@@ -7,8 +7,9 @@ from renderers.efforts import Efforts, switch
 from renderers.families.tagged import TaggedRenderer, known_ids, needed_id, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Tool
+from renderers.replies.lexed import LexedParser
 from renderers.replies.tags import Start, Tag, TagGrammar, TagParser
-from renderers.replies.xtml import CLOSE, OPEN, RESPONSE, SEP, THINK, XTML_TAGS, XtmlLexer, XtmlParser, parse_calls
+from renderers.replies.xtml import CLOSE, OPEN, RESPONSE, SEP, THINK, XTML_TAGS, XtmlLexer, parse_calls
 from renderers.templates.chat_template import ChatTemplate
 
 NAME = "kimi_k3"
@@ -33,10 +34,10 @@ class KimiK3Renderer(TaggedRenderer):
         )
         super().__init__(NAME, template, headers=[_HEADER], grammar=grammar, efforts=_EFFORTS)
 
-    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> XtmlParser:
+    def parser(self, prompt: RenderedPrompt, tools: Sequence[Tool]) -> LexedParser:
         reasons = prompt.prefill == f"{OPEN}{THINK}{SEP}"
         parser = TagParser(self._grammar, Start.REASONING if reasons else Start.REASONED, tools)
-        return XtmlParser(XtmlLexer(THINK if reasons else RESPONSE, self.stop_token_ids), parser)
+        return LexedParser(XtmlLexer(THINK if reasons else RESPONSE, self.stop_token_ids), parser)
 
 
 def recognises(template: ChatTemplate) -> bool:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from renderers.base import RenderedPrompt, RenderError
 from renderers.deltas import Piece
-from renderers.families.tagged import TaggedRenderer, known_ids, needed_template
+from renderers.families.tagged import TaggedRenderer, known_ids, known_tags, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation, Message, Role, TextPart, Tool, ToolCall
 from renderers.replies.blocks import texts_between
@@ -22,13 +22,8 @@ from renderers.tools import NotAnObject, NotJson, dump, named_call, new_call_id,
 
 NAME = "mistral"
 _CALLS, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_TAGS = {
-    "[THINK]": Tag.THINK_OPEN,
-    "[/THINK]": Tag.THINK_CLOSE,
-    _CALLS: Tag.CALL_OPEN,
-    _CALL_ID: Tag.CALL_PART,
-    _ARGUMENTS: Tag.CALL_PART,
-}
+_REASONING = {"[THINK]": Tag.THINK_OPEN, "[/THINK]": Tag.THINK_CLOSE}
+_CALL_TAGS = {_CALLS: Tag.CALL_OPEN, _CALL_ID: Tag.CALL_PART, _ARGUMENTS: Tag.CALL_PART}
 _ARRAY = re.compile(r"\[TOOL_CALLS\] ?\[")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ANSWERED = Conversation((*PROBE_USER.messages, Message(Role.ASSISTANT, (TextPart("quartz"),))))
@@ -40,12 +35,7 @@ class MistralRenderer(TaggedRenderer):
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         template = needed_template(NAME, template)
         parse_calls = _find_form(template)
-        id_of = template.added.id_of
-        tags = {
-            token_id: tag
-            for spelling, tag in _TAGS.items()
-            if (token_id := id_of(spelling)) is not None and (parse_calls is not None or "THINK" in spelling)
-        }
+        tags = known_tags(template, _REASONING if parse_calls is None else _REASONING | _CALL_TAGS)
         ends = dict.fromkeys(known_ids(tokenizer.eos_token_id) | template.turn_end_ids, Tag.END)
         grammar = TagGrammar(
             tags | ends,

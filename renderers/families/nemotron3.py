@@ -5,8 +5,8 @@ Super and Ultra also take a lower effort. Nano and Super put newlines around `</
 
 from renderers.base import RenderError
 from renderers.efforts import Efforts
-from renderers.families.chatml import HEADER, TAGS, TURN_END, XML_CALL, end_ids, find_efforts, tag_ids
-from renderers.families.tagged import TaggedRenderer, changes, needed_template
+from renderers.families.chatml import HEADER, TAGS, TURN_END, XML_CALL, end_ids, find_efforts
+from renderers.families.tagged import TaggedRenderer, changes, needed_tags, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation, Message, Role, TextPart
 from renderers.replies.tags import Framing, TagGrammar
@@ -22,7 +22,7 @@ _PROBE_REASONING = Conversation((*PROBE_USER.messages, Message(Role.ASSISTANT, (
 def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
     """Raises `TemplateRefused`."""
     template = needed_template(_NAME, template)
-    tags = tag_ids(_NAME, template, TAGS) | end_ids(_NAME, tokenizer, template)
+    tags = needed_tags(_NAME, template, TAGS) | end_ids(_NAME, tokenizer, template)
     around = int(_has_newlines(template))
     framing = Framing(
         after_think_open=1, before_think_close=around, after_think_close=around, before_call=1, after_call=1

@@ -4,7 +4,7 @@ Phi-4-mini's template takes tools only as text in a system message, which the AP
 """
 
 from renderers.efforts import Efforts
-from renderers.families.tagged import TaggedRenderer, known_ids, needed_template
+from renderers.families.tagged import TaggedRenderer, known_ids, known_tags, needed_template
 from renderers.markers import Tokenizer
 from renderers.replies.json_calls import parse_json_call
 from renderers.replies.tags import Framing, Tag, TagGrammar
@@ -19,9 +19,8 @@ _TURNS = ("<|im_start|>user<|im_sep|>sphinx<|im_end|>", "<|user|>sphinx<|end|>",
 def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
     """Raises `TemplateRefused`."""
     template = needed_template(NAME, template)
-    id_of = template.added.id_of
-    tags = {token_id: tag for spelling, tag in _THINK.items() if (token_id := id_of(spelling)) is not None}
-    ends = template.turn_end_ids | known_ids(id_of("<|endoftext|>"), tokenizer.eos_token_id)
+    tags = known_tags(template, _THINK)
+    ends = template.turn_end_ids | known_ids(template.added.id_of("<|endoftext|>"), tokenizer.eos_token_id)
     grammar = TagGrammar(tags | dict.fromkeys(ends, Tag.END), parse_json_call, framing=_FRAMING)
     # No template has a switch: a model that reasons always does.
     efforts: Efforts = {True: {}} if tags else {}

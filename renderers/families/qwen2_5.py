@@ -1,7 +1,7 @@
 """Qwen2.5: ChatML, tool calls as JSON in `<tool_call>`, no reasoning."""
 
-from renderers.families.chatml import CALL_TAGS, HEADER, JSON_CALL, TURN_END, end_ids, tag_ids
-from renderers.families.tagged import TaggedRenderer, needed_template
+from renderers.families.chatml import CALL_TAGS, HEADER, JSON_CALL, TURN_END, end_ids
+from renderers.families.tagged import TaggedRenderer, needed_tags, needed_template
 from renderers.markers import Tokenizer
 from renderers.replies.json_calls import parse_json_call
 from renderers.replies.tags import Framing, TagGrammar
@@ -13,7 +13,7 @@ _NAME = "qwen2_5"
 def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
     """Raises `TemplateRefused`."""
     template = needed_template(_NAME, template)
-    tags = tag_ids(_NAME, template, CALL_TAGS) | end_ids(_NAME, tokenizer, template)
+    tags = needed_tags(_NAME, template, CALL_TAGS) | end_ids(_NAME, tokenizer, template)
     grammar = TagGrammar(tags, parse_json_call, framing=Framing(before_call=1))
     return TaggedRenderer(_NAME, template, headers=[HEADER], grammar=grammar, efforts={})
 

@@ -6,8 +6,8 @@ hybrid. If it opens the block, the model always reasons. Otherwise it never does
 """
 
 from renderers.base import TemplateRefused
-from renderers.families.chatml import CALL_TAGS, HEADER, JSON_CALL, TAGS, TURN_END, end_ids, find_efforts, tag_ids
-from renderers.families.tagged import TaggedRenderer, needed_template
+from renderers.families.chatml import CALL_TAGS, HEADER, JSON_CALL, TAGS, TURN_END, end_ids, find_efforts
+from renderers.families.tagged import TaggedRenderer, known_tags, needed_template
 from renderers.markers import Tokenizer
 from renderers.replies.json_calls import parse_json_call
 from renderers.replies.tags import Framing, Tag, TagGrammar, TextTag
@@ -34,7 +34,7 @@ def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer
         raise TemplateRefused(
             f"The renderer {_NAME!r} needs the token {missing!r}; {_TEXT_NAME!r} finds it in ordinary text."
         )
-    tags = tag_ids(_NAME, template, {spelling: tag for spelling, tag in TAGS.items() if template.has_markers(spelling)})
+    tags = known_tags(template, TAGS)
     grammar = TagGrammar(tags | end_ids(_NAME, tokenizer, template), parse_json_call, framing=_FRAMING)
     return TaggedRenderer(_NAME, template, headers=[HEADER], grammar=grammar, efforts=find_efforts(template))
 

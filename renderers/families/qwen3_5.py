@@ -4,8 +4,8 @@ Qwen3.8 also takes how much to reason.
 """
 
 from renderers.efforts import Efforts
-from renderers.families.chatml import HEADER, TAGS, TURN_END, XML_CALL, end_ids, find_efforts, tag_ids
-from renderers.families.tagged import TaggedRenderer, changes, needed_template
+from renderers.families.chatml import HEADER, TAGS, TURN_END, XML_CALL, end_ids, find_efforts
+from renderers.families.tagged import TaggedRenderer, changes, needed_tags, needed_template
 from renderers.markers import Tokenizer
 from renderers.replies.tags import Framing, TagGrammar
 from renderers.replies.xml_calls import parse_xml_call
@@ -19,7 +19,7 @@ _LEVELS = ("low", "medium", "xhigh")
 def build(tokenizer: Tokenizer, template: ChatTemplate | None) -> TaggedRenderer:
     """Raises `TemplateRefused`."""
     template = needed_template(_NAME, template)
-    tags = tag_ids(_NAME, template, TAGS) | end_ids(_NAME, tokenizer, template)
+    tags = needed_tags(_NAME, template, TAGS) | end_ids(_NAME, tokenizer, template)
     grammar = TagGrammar(tags, parse_xml_call, framing=_FRAMING)
     return TaggedRenderer(_NAME, template, headers=[HEADER], grammar=grammar, efforts=_find_efforts(template))
 

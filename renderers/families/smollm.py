@@ -7,9 +7,9 @@ in a variable of its own, if at all.
 from collections.abc import Mapping
 
 from renderers.base import RenderError
-from renderers.families.chatml import HEADER, TAGS, TURN_END, end_ids, find_efforts, tag_ids
+from renderers.families.chatml import HEADER, TAGS, TURN_END, end_ids, find_efforts
 from renderers.families.generic import GenericRenderer
-from renderers.families.tagged import TaggedRenderer, needed_template
+from renderers.families.tagged import TaggedRenderer, needed_tags, needed_template
 from renderers.markers import Tokenizer
 from renderers.messages import Conversation
 from renderers.replies.json_calls import parse_json_call
@@ -40,7 +40,7 @@ class SmolLM3Renderer(TaggedRenderer):
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         template = needed_template(SMOLLM3, template)
         self._tools_variable = _find_tools_variable(template)
-        tags = tag_ids(SMOLLM3, template, TAGS) | end_ids(SMOLLM3, tokenizer, template)
+        tags = needed_tags(SMOLLM3, template, TAGS) | end_ids(SMOLLM3, tokenizer, template)
         framing = Framing(after_think_open=1, before_think_close=1, after_think_close=2, before_call=1)
         super().__init__(
             SMOLLM3,

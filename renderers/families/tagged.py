@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from renderers.base import RenderedPrompt, RenderError, ReplyParser, TemplateRefused
-from renderers.efforts import Efforts, check_effort
+from renderers.efforts import Efforts, check_effort, switch
 from renderers.messages import Conversation, Effort, Tool
-from renderers.replies.tags import Start, TagGrammar, TagParser
+from renderers.replies.tags import Start, Tag, TagGrammar, TagParser
 from renderers.templates.chat_template import PROBE_USER, ChatTemplate
 
 
@@ -69,12 +69,37 @@ def needed_id(name: str, template: ChatTemplate, marker: str) -> int:
     return token_id
 
 
+def needed_tags(name: str, template: ChatTemplate, tags: Mapping[str, Tag]) -> dict[int, Tag]:
+    """Tags by the ids of their markers. Raises `TemplateRefused` if the vocabulary lacks one."""
+    return {needed_id(name, template, spelling): tag for spelling, tag in tags.items()}
+
+
+def known_tags(template: ChatTemplate, tags: Mapping[str, Tag]) -> dict[int, Tag]:
+    """The same for those that the vocabulary has."""
+    id_of = template.added.id_of
+    return {token_id: tag for spelling, tag in tags.items() if (token_id := id_of(spelling)) is not None}
+
+
 def find_start(template: ChatTemplate, headers: Sequence[str], **variables: object) -> Start:
     """Where a reply begins if the template is told so."""
     try:
         return Start.after(after_header(template.render(PROBE_USER, **variables).text, headers))
     except RenderError:
         return Start.TEXT
+
+
+def find_switch(template: ChatTemplate, headers: Sequence[str], variable: str) -> Efforts:
+    """What this argument of the template switches: reasoning, or nothing."""
+    on, off = (find_start(template, headers, **{variable: value}) for value in (True, False))
+    return switch(variable) if on is not off else {}
+
+
+def find_efforts(template: ChatTemplate, headers: Sequence[str], variable: str) -> Efforts:
+    """The same; a model that the argument does not switch always reasons, or never."""
+    switched = find_switch(template, headers, variable)
+    if not switched and find_start(template, headers, **{variable: True}) is not Start.TEXT:
+        return {True: {}}
+    return switched
 
 
 def changes(template: ChatTemplate, **variables: object) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from renderers.deltas import Piece
+from renderers.replies.tags import Tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,11 @@ class CallMarkers:
     middle: str
     end: str
     between: str = ""
+
+    def tags(self, section: str, section_end: str) -> dict[str, Tag]:
+        """The markers of a section, with those around it."""
+        parts = dict.fromkeys((self.begin, self.middle, self.end), Tag.CALL_PART)
+        return {section: Tag.CALL_OPEN, section_end: Tag.CALL_CLOSE, **parts}
 
     def split(self, section: Sequence[Piece]) -> list[tuple[str, str]] | None:
         """Head and body of each call in a section; None if it is not in the format, or empty."""

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from renderers.base import ReplyEnd, ReplyParser
-from renderers.deltas import Delta, Piece
+from renderers.deltas import Piece
 from renderers.markers import AddedTokens
 from renderers.messages import Tool, ToolCall
 from renderers.replies.arguments import value_of
@@ -140,29 +139,6 @@ def dsml_grammar(form: DsmlForm, added: AddedTokens, ends: Iterable[int]) -> Tag
         must_close_reasoning=True,
         calls_come_last=True,
     )
-
-
-class DsmlParser:
-    """A parser of tagged replies behind the lexer; see `ReplyParser`. Its grammar names the lexer's ids."""
-
-    def __init__(self, lexer: DsmlLexer, parser: ReplyParser) -> None:
-        self._lexer = lexer
-        self._parser = parser
-
-    @property
-    def malformed(self) -> bool:
-        return self._parser.malformed
-
-    @property
-    def raw_text(self) -> str:
-        return self._parser.raw_text + self._lexer.held
-
-    def feed(self, pieces: Sequence[Piece]) -> list[Delta]:
-        return self._parser.feed(self._lexer.feed(pieces))
-
-    def finish(self, end: ReplyEnd) -> list[Delta]:
-        held = self._lexer.cut() if end is ReplyEnd.CUT else self._lexer.flush()
-        return self._parser.feed(held) + self._parser.finish(end)
 
 
 def parse_block(form: DsmlForm, block: Sequence[Piece], tools: Mapping[str, Tool]) -> list[ToolCall] | None:

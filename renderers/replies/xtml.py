@@ -17,8 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from renderers.base import ReplyEnd, ReplyParser
-from renderers.deltas import Delta, Piece
+from renderers.deltas import Piece
 from renderers.messages import Tool, ToolCall
 from renderers.replies.dsml import value_not_text
 from renderers.replies.tags import Tag
@@ -129,29 +128,6 @@ class XtmlLexer:
             return []
         held, self._tag = self.held, []
         return [Piece(held)] if held else []
-
-
-class XtmlParser:
-    """A parser of tagged replies behind the lexer; see `ReplyParser`. Its grammar has `XTML_TAGS`."""
-
-    def __init__(self, lexer: XtmlLexer, parser: ReplyParser) -> None:
-        self._lexer = lexer
-        self._parser = parser
-
-    @property
-    def malformed(self) -> bool:
-        return self._parser.malformed
-
-    @property
-    def raw_text(self) -> str:
-        return self._parser.raw_text + self._lexer.held
-
-    def feed(self, pieces: Sequence[Piece]) -> list[Delta]:
-        return self._parser.feed(self._lexer.feed(pieces))
-
-    def finish(self, end: ReplyEnd) -> list[Delta]:
-        held = self._lexer.cut() if end is ReplyEnd.CUT else self._lexer.flush()
-        return self._parser.feed(held) + self._parser.finish(end)
 
 
 def parse_calls(block: Sequence[Piece], tools: Mapping[str, Tool]) -> list[ToolCall] | None:

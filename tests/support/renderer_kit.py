@@ -228,3 +228,19 @@ class Parsed:
         self.malformed = malformed
         self.raw_text = raw_text
         self.fields = (self.reasoning, self.text, self.calls, malformed, raw_text)
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same reply in the longest pieces."""
+    runs: list[Piece] = []
+    for piece in pieces:
+        if runs and runs[-1].token_id is None and piece.token_id is None:
+            runs[-1] = Piece(runs[-1].text + piece.text)
+        else:
+            runs.append(piece)
+    return runs
+
+
+def characters(piece: Piece) -> list[Piece]:
+    """The same text in the shortest pieces."""
+    return [piece] if piece.token_id is not None else [Piece(char) for char in piece.text]

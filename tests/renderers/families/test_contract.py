@@ -28,7 +28,7 @@ from tests.renderers.families.cases import (
     qwen3_5,
     smollm,
 )
-from tests.support.renderer_kit import user
+from tests.support.renderer_kit import characters, joined, user
 
 _FAMILIES = (deepseek, gemma, glm, gpt_oss, inkling, kimi, llama, mistral, nemotron3, phi, plain, qwen, qwen3_5, smollm)
 CASES = [case for family in _FAMILIES for case in family.CASES]
@@ -165,27 +165,13 @@ def test_how_a_reply_is_cut_into_chunks_changes_nothing(case, mode, data):
     pieces = case.pieces("".join(data.draw(parts)))
     end = data.draw(st.sampled_from(ReplyEnd))
     size = data.draw(st.integers(1, 5))
-    whole = case.parse(mode, [_joined(pieces)], end)
+    whole = case.parse(mode, [joined(pieces)], end)
     chunked = case.parse(mode, [pieces[start : start + size] for start in range(0, len(pieces), size)], end)
-    by_character = case.parse(mode, [[part] for piece in pieces for part in _characters(piece)], end)
+    by_character = case.parse(mode, [[part] for piece in pieces for part in characters(piece)], end)
     assert whole.fields == chunked.fields == by_character.fields
     text = "".join(piece.text for piece in pieces)
     ended = bool(pieces) and pieces[-1].token_id in case.renderer.stop_token_ids
     assert whole.raw_text == (text.removesuffix(pieces[-1].text) if ended else text)
-
-
-def _joined(pieces):
-    joined = []
-    for piece in pieces:
-        if joined and joined[-1].token_id is None and piece.token_id is None:
-            joined[-1] = Piece(joined[-1].text + piece.text)
-        else:
-            joined.append(piece)
-    return joined
-
-
-def _characters(piece):
-    return [piece] if piece.token_id is not None else [Piece(char) for char in piece.text]
 
 
 @every_mode

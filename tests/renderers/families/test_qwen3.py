@@ -13,7 +13,9 @@ from renderers.deltas import Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from renderers.messages import Conversation, Role, ToolCall
 from tests.support.renderer_kit import (
     assistant,
+    characters,
     chatml_tokenizer,
+    joined,
     llama_tokenizer,
     oracle_ids,
     parse,
@@ -297,26 +299,12 @@ def test_how_a_reply_is_cut_into_chunks_changes_nothing(data, qwen3, qwen3_text)
     end = data.draw(st.sampled_from(ReplyEnd))
     prefill = data.draw(st.sampled_from(["", "<think>\n", OFF]))
     pieces = pieces_of(tokenizer, text + ("<|im_end|>" if end is ReplyEnd.END else ""))
-    whole = parse(renderer, [_joined(pieces)], end, prefill)
+    whole = parse(renderer, [joined(pieces)], end, prefill)
     size = data.draw(st.integers(1, 5))
     chunked = parse(renderer, [pieces[start : start + size] for start in range(0, len(pieces), size)], end, prefill)
-    by_character = parse(renderer, [[part] for piece in pieces for part in _characters(piece)], end, prefill)
+    by_character = parse(renderer, [[part] for piece in pieces for part in characters(piece)], end, prefill)
     assert whole.fields == chunked.fields == by_character.fields
     assert whole.raw_text == text
-
-
-def _joined(pieces):
-    joined = []
-    for piece in pieces:
-        if joined and joined[-1].token_id is None and piece.token_id is None:
-            joined[-1] = Piece(joined[-1].text + piece.text)
-        else:
-            joined.append(piece)
-    return joined
-
-
-def _characters(piece):
-    return [piece] if piece.token_id is not None else [Piece(char) for char in piece.text]
 
 
 @settings(max_examples=100, deadline=None)

@@ -233,10 +233,10 @@ def test_tar_files_of_a_remote_root_are_listed_by_what_they_say_and_not_download
         "folder": tar_bytes(files(metadata={"owner": "robin"})),
     }
     for name, content in tars.items():
-        fsspec.filesystem("counting").pipe_file(f"counting://root/r/sampler_weights/{name}.tar", content)
+        fsspec.filesystem("counting").pipe_file(f"counting://bucket/r/sampler_weights/{name}.tar", content)
     for file, content in files(metadata={"owner": "alice"}).items():
-        fsspec.filesystem("counting").pipe_file(f"counting://root/r/sampler_weights/folder/{file}", content)
-    with opened_store("counting://root", cache=tmp_path / "c") as store:
+        fsspec.filesystem("counting").pipe_file(f"counting://bucket/r/sampler_weights/folder/{file}", content)
+    with opened_store("counting://bucket", cache=tmp_path / "c") as store:
         of_alice = run(lambda: store.list("alice"))
         assert {one.path.name: one.base_model for one in of_alice.checkpoints} == {
             "last": "told/Here",
