@@ -134,6 +134,55 @@ _LE = (*map(str, BOUNDS_S), "+Inf")
 _SUM = "sum"
 
 
+class AdapterMetrics:
+    """Requests of adapters, and their tokens."""
+
+    def __init__(self, exporter: Exporter = RAY) -> None:
+        labels = ("model", "adapter")
+        self._requests = exporter.counter(
+            "roundhouse_adapter_requests", "Requests by adapter; rarely used adapters share 'other'.", labels
+        )
+        self._tokens = [
+            exporter.counter("roundhouse_adapter_prompt_tokens", "Prompt tokens by adapter.", labels),
+            exporter.counter("roundhouse_adapter_cached_tokens", "Those from the prefix cache, by adapter.", labels),
+            exporter.counter("roundhouse_adapter_completion_tokens", "Sampled tokens by adapter.", labels),
+        ]
+        self._labels = AdapterLabels()
+
+    def count(self, record: "RequestRecord") -> None:
+        of_adapter = {"model": record.model, "adapter": self._labels.use(record.adapter_digest)}
+        self._requests.inc(1, of_adapter)
+        tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
+        for counter, number in zip(self._tokens, tokens, strict=True):
+            _add(counter, number, of_adapter)
+
+
+class EndpointMetrics:
+    """Requests that endpoints of marketplace slugs were tried for."""
+
+    def __init__(self, exporter: Exporter = RAY) -> None:
+        labels = ("slug", "endpoint")
+        self._requests = exporter.counter(
+            "roundhouse_endpoint_requests",
+            "Requests that an endpoint of a marketplace slug was tried for.",
+            (*labels, "outcome"),
+        )
+        self._fallbacks = exporter.counter(
+            "roundhouse_endpoint_fallbacks",
+            "Requests that an endpoint failed for before its first byte, so that the next one was tried.",
+            labels,
+        )
+
+    def count(self, record: "RequestRecord") -> None:
+        for name in record.passed_over:
+            of_endpoint = {"slug": record.slug, "endpoint": name}
+            self._requests.inc(1, of_endpoint | {"outcome": "failed"})
+            self._fallbacks.inc(1, of_endpoint)
+        if record.endpoint:
+            of_endpoint = {"slug": record.slug, "endpoint": record.endpoint}
+            self._requests.inc(1, of_endpoint | {"outcome": record.outcome.value})
+
+
 class IngressMetrics:
     """Metrics of requests: the `record.Recorder` of the ingress."""
 
@@ -166,34 +215,13 @@ class IngressMetrics:
         self._duration_s = exporter.histogram(
             "roundhouse_request_seconds", "Time from the request to its end.", _SECONDS, ("model", "outcome")
         )
-        of_adapter = ("model", "adapter")
-        self._adapter_requests = exporter.counter(
-            "roundhouse_adapter_requests", "Requests by adapter; rarely used adapters share 'other'.", of_adapter
-        )
-        self._adapter_tokens = [
-            exporter.counter("roundhouse_adapter_prompt_tokens", "Prompt tokens by adapter.", of_adapter),
-            exporter.counter(
-                "roundhouse_adapter_cached_tokens", "Those from the prefix cache, by adapter.", of_adapter
-            ),
-            exporter.counter("roundhouse_adapter_completion_tokens", "Sampled tokens by adapter.", of_adapter),
-        ]
-        of_endpoint = ("slug", "endpoint")
-        self._endpoint_requests = exporter.counter(
-            "roundhouse_endpoint_requests",
-            "Requests that an endpoint of a marketplace slug was tried for.",
-            (*of_endpoint, "outcome"),
-        )
-        self._endpoint_fallbacks = exporter.counter(
-            "roundhouse_endpoint_fallbacks",
-            "Requests that an endpoint failed for before its first byte, so that the next one was tried.",
-            of_endpoint,
-        )
         self._config_error = exporter.gauge(
             "roundhouse_config_error", "Parts of the last configuration that were refused, by section.", ("section",)
         )
-        self._labels = AdapterLabels()
         self._num_running = 0
         self._num_refused: dict[str, int] = {}
+        self._adapters = AdapterMetrics(exporter)
+        self._endpoints = EndpointMetrics(exporter)
         self._gaps = GapMetrics(exporter)
         self.store = StoreMetrics(exporter)
         self.ledger = LedgerMetrics(exporter)
@@ -213,7 +241,7 @@ class IngressMetrics:
         of_request = {"model": record.model, "key": record.key_name}
         self._requests.inc(1, of_request | outcome)
         self.store.record()
-        self._count_endpoints(record)
+        self._endpoints.count(record)
         if not record.model:
             return
         of_model = {"model": record.model}
@@ -227,20 +255,7 @@ class IngressMetrics:
             self._queue_s.observe(max(record.timing.queued_s, _LEAST_S), of_model)
         self._duration_s.observe(record.duration_s, of_model | {"outcome": record.outcome.value})
         if record.adapter_digest:
-            of_adapter = of_model | {"adapter": self._labels.use(record.adapter_digest)}
-            self._adapter_requests.inc(1, of_adapter)
-            tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
-            for counter, number in zip(self._adapter_tokens, tokens, strict=True):
-                _add(counter, number, of_adapter)
-
-    def _count_endpoints(self, record: "RequestRecord") -> None:
-        for name in record.passed_over:
-            of_endpoint = {"slug": record.slug, "endpoint": name}
-            self._endpoint_requests.inc(1, of_endpoint | {"outcome": "failed"})
-            self._endpoint_fallbacks.inc(1, of_endpoint)
-        if record.endpoint:
-            of_endpoint = {"slug": record.slug, "endpoint": record.endpoint}
-            self._endpoint_requests.inc(1, of_endpoint | {"outcome": record.outcome.value})
+            self._adapters.count(record)
 
     def gaps_of(self, model: str) -> TokenGaps:
         return self._gaps.of(model)

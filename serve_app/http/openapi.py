@@ -148,8 +148,6 @@ def _object(parent: Object, name: str) -> Object:
 
 
 def _paths(limits: LimitsConfig) -> Object:
-    with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: list checkpoints too, 1000 on a page.")
-    after = _parameter("query", "after", "With `checkpoints`: the `next` of the page before.")
     return {
         "/v1/chat/completions": {
             "post": _generating("ChatCompletion", ("ChatBody", "SlugChatBody"), CHAT_RULES, limits)
@@ -165,6 +163,21 @@ def _paths(limits: LimitsConfig) -> Object:
                 _usage_parameters(),
             )
         },
+        **_model_paths(),
+        "/healthz": {"get": _open("isAlive", "Whether the process answers.", "StatusReply", (500,))},
+        "/health": {"get": _open("health", "The same as `/healthz`.", "StatusReply", (500,))},
+        "/ping": {"get": _open("ping", "The same as `/healthz`.", "StatusReply", (500,))},
+        "/version": {"get": _open("version", "The version of this service.", "VersionReply", (500,))},
+        "/readyz": {"get": _open("isReady", "Whether every model can produce a token.", "StatusReply", (500, 503))},
+        "/openapi.json": {"get": _open("describe", "This description.", "Description", (500,))},
+        "/metrics": {"get": _metrics()},
+    }
+
+
+def _model_paths() -> Object:
+    with_checkpoints = _parameter("query", "checkpoints", "`1` or `true`: list checkpoints too, 1000 on a page.")
+    after = _parameter("query", "after", "With `checkpoints`: the `next` of the page before.")
+    return {
         "/v1/models": {
             "get": _operation(
                 "listModels",
@@ -178,7 +191,7 @@ def _paths(limits: LimitsConfig) -> Object:
                 "retrieveModel",
                 "A base model, a variant, a checkpoint, or a marketplace slug.",
                 _responses(("ModelReply", "SlugReply"), (400, 401, 404, 422, 429, 500, 503)),
-                (_parameter("path", "id", "Percent-encoded, including slashes."),),
+                (_encoded("id"),),
             )
         },
         "/v1/models/{id}/load": {
@@ -186,7 +199,7 @@ def _paths(limits: LimitsConfig) -> Object:
                 "loadCheckpoint",
                 "Has every running replica of the base model load a checkpoint, so that no request waits for it.",
                 _responses(("LoadList",), (400, 401, 404, 422, 429, 500, 503)),
-                (_parameter("path", "id", "Percent-encoded, including slashes."),),
+                (_encoded("id"),),
             )
         },
         "/v1/models/{slug}/endpoints": {
@@ -194,17 +207,14 @@ def _paths(limits: LimitsConfig) -> Object:
                 "listEndpoints",
                 "The endpoints of a marketplace slug, with their prices, their health and how fast they are.",
                 _responses(("EndpointList",), (401, 404, 429, 500, 503)),
-                (_parameter("path", "slug", "Percent-encoded, including slashes."),),
+                (_encoded("slug"),),
             )
         },
-        "/healthz": {"get": _open("isAlive", "Whether the process answers.", "StatusReply", (500,))},
-        "/health": {"get": _open("health", "The same as `/healthz`.", "StatusReply", (500,))},
-        "/ping": {"get": _open("ping", "The same as `/healthz`.", "StatusReply", (500,))},
-        "/version": {"get": _open("version", "The version of this service.", "VersionReply", (500,))},
-        "/readyz": {"get": _open("isReady", "Whether every model can produce a token.", "StatusReply", (500, 503))},
-        "/openapi.json": {"get": _open("describe", "This description.", "Description", (500,))},
-        "/metrics": {"get": _metrics()},
     }
+
+
+def _encoded(name: str) -> Object:
+    return _parameter("path", name, "Percent-encoded, including slashes.")
 
 
 def _metrics() -> Object:
